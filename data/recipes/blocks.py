@@ -1,0 +1,104 @@
+"""Many blocks of many texts in one forward of the drafter's own model: what training needs beside `Drafter.propose`.
+
+Conventions (taps, slot 0, positions, masks) come from the drafter's settings; the tests hold the hidden states made here
+to `Drafter.propose`, block by block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ddlab.drafter import Drafter
+from ddlab.pair import Pair
+
+
+def target_pass(pair: Pair, ids: torch.Tensor, taps: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids [b, t], padded on the right -> features [b, t, taps * hidden] and last hidden states [b, t, hidden].
+
+    The output of layer l is hidden_states[l + 1], as in `ddlab.drafter.FeatureTap`.
+    """
+    out = pair.text_model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    features = torch.cat([out.hidden_states[layer + 1] for layer in taps], dim=-1)
+    return features, out.last_hidden_state
+
+
+def block_masks(drafter: Drafter, anchors: torch.Tensor, context: int) -> dict[str, torch.Tensor]:
+    """Who sees whom, by layer type: bool [b, a * B, context + a * B] for anchors [b, a].
+
+    A block sees the context before its anchor (in sliding layers nearer than the window) and itself, never another block.
+    """
+    s, (_, blocks) = drafter.settings, anchors.shape
+    size = s.block_size
+    slot = torch.arange(blocks * size, device=anchors.device)
+    anchor = anchors.repeat_interleave(size, dim=1)[:, :, None]  # [b, a * B, 1]
+    query = anchor + (slot % size)[None, :, None]  # positions
+    key = torch.arange(context, device=anchors.device)[None, None]  # [1, 1, context]
+    own = (slot[:, None] // size) == (slot[None] // size)  # [a * B, a * B]
+    distance = slot[:, None] - slot[None]
+    masks = {}
+    for kind in dict.fromkeys(s.layer_types):
+        before, within = key < anchor, own
+        if kind == "sliding_attention":
+            before = before & (query - key < s.sliding_window)
+            within = within & (distance.abs() < s.sliding_window)
+        if s.block_attention[kind] == "causal":
+            within = within & (distance >= 0)
+        masks[kind] = torch.cat([before, within.expand(len(anchors), -1, -1)], dim=2)
+    return masks
+
+
+def block_hidden(
+    drafter: Drafter,
+    features: torch.Tensor,
+    ids: torch.Tensor,
+    anchors: torch.Tensor,
+    embed: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """features [b, t, taps * hidden], ids [b, t], anchors [b, a] -> hidden states of the drafted slots [b, a, depth, hidden].
+
+    embed: the target's embedding weight. dtype: what the residual stream runs in (under autocast, its dtype).
+    """
+    s, (batch, blocks) = drafter.settings, anchors.shape
+    context = ids.shape[1]
+    looked_up = ids.new_full((batch, blocks, s.block_size), s.mask_token_id)
+    looked_up[:, :, 0] = ids.gather(1, anchors)
+    noise = F.embedding(looked_up.view(batch, -1), embed).to(dtype) * s.input_embedding_scale
+    masks = {
+        kind: torch.zeros(visible.shape, dtype=dtype, device=ids.device).masked_fill_(
+            ~visible, torch.finfo(dtype).min
+        )[:, None]
+        for kind, visible in block_masks(drafter, anchors, context).items()
+    }
+    slots = torch.arange(s.block_size, device=ids.device)
+    positions = torch.cat(
+        [
+            torch.arange(context, device=ids.device).expand(batch, -1),
+            (anchors[:, :, None] + slots).view(batch, -1),
+        ],
+        dim=1,
+    )
+    out = drafter.model(
+        noise_embeds=noise,
+        context_hidden_states=features.to(dtype),
+        attention_mask=masks,
+        position_ids=positions,
+        cache=None,
+    )
+    hidden = out.last_hidden_state.view(batch, blocks, s.block_size, -1)
+    return hidden[:, :, s.block_size - s.depth :]
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """RMSNorm as one kernel in the input's dtype; the classes of Transformers spell it in five."""
+
+    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight.to(x.dtype), norm.variance_epsilon)
+
+    for module in model.modules():
+        if type(module).__name__ in ("LlamaRMSNorm", "MuseGlimmerAssistantRMSNorm"):
+            module.forward = forward.__get__(module)

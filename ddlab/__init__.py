@@ -1,0 +1,42 @@
+"""ddlab: a workbench for looking inside DFlash / DDTree speculative decoding."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    __version__ = version("ddlab")
+except PackageNotFoundError:  # running from a checkout that was never installed
+    __version__ = "0+unknown"
+
+# name -> module that defines it; resolved on first use, so that `import ddlab` loads neither torch nor transformers
+_EXPORTS = {
+    "Audit": "audit",
+    "Decoder": "decode",
+    "DraftTree": "tree",
+    "Drafter": "drafter",
+    "Pair": "pair",
+    "Step": "trace",
+    "Trace": "trace",
+    "Walk": "sampling",
+    "audit": "audit",
+    "generate": "decode",
+    "load_pair": "pair",
+    "report": "report",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'ddlab' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"ddlab.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,88 @@
+"""From live objects to data: the header of a trace and the record of a round."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddlab.sampling import Choice, Walk
+from ddlab.trace import Step
+from ddlab.tree import DraftTree
+
+if TYPE_CHECKING:
+    from ddlab.pair import Pair
+
+DRAFT_BEST = 8  # how many of the drafter's candidates per depth a trace keeps
+
+
+def describe_pair(pair: Pair) -> dict[str, Any]:
+    """What ran: names, layer kinds, windows, dtypes, backend, and every convention of the drafter with its source."""
+    config = pair.text_config
+    described: dict[str, Any] = {
+        "name": pair.name,
+        "source": pair.source,
+        "target": type(pair.target).__name__,
+        "layer_types": list(pair.layer_types),
+        "windows": list(pair.windows),
+        "dtype": str(pair.dtype).removeprefix("torch."),
+        "recurrent_state_dtype": "float32" if "linear_attention" in pair.layer_types else None,
+        "device": str(pair.device),
+        "attention": pair.attention,
+        "rope": dict(getattr(config, "rope_parameters", None) or {}),
+        "max_positions": pair.max_positions,
+        "vocabulary": f"{pair.vocab_size} ids, {pair.rows} rows in the head",
+        "drafter": None,
+    }
+    if pair.drafter is not None:
+        last = len(pair.layers) - 1
+        taps = pair.drafter.settings.target_layer_ids
+        described["drafter"] = pair.drafter.settings.to_dict() | {
+            "dtype": str(pair.drafter.model.dtype).removeprefix("torch."),
+            "attention": pair.drafter.model.config._attn_implementation,
+            "tap_of_last_layer": "after the final norm" if last in taps else None,
+        }
+    return described
+
+
+def round_record(
+    index: int,
+    start: int,
+    tree: DraftTree,
+    choice: Choice,
+    taken: Walk,
+    drafted: Tensor | None,
+    edited: list[str],
+    times: dict[str, float],
+) -> Step:
+    """One round as data. ``drafted``: the draft logits [depth, vocab] that the tree was built from."""
+    device = choice.log_probs.device
+    parents, tokens = (torch.from_numpy(x[1:].copy()).to(device) for x in (tree.parents, tree.tokens))
+    node_log_prob = np.full(len(tree), np.nan, dtype=np.float32)
+    node_log_prob[1:] = _numpy(choice.log_probs[parents, tokens])
+    best: dict[str, np.ndarray] = {}
+    if drafted is not None and drafted.numel():
+        top = torch.log_softmax(drafted.float(), -1).topk(min(DRAFT_BEST, drafted.shape[1]), -1)
+        best = {"draft_ids": top.indices.cpu().numpy(), "draft_log_probs": _numpy(top.values)}
+    return Step(
+        index=index,
+        start=start,
+        tree=tree,
+        target_choice=choice.tokens.cpu().numpy(),
+        target_log_prob=_numpy(choice.log_prob),
+        margin=_numpy(choice.margin),
+        node_log_prob=node_log_prob,
+        path=taken.path,
+        bonus=taken.bonus,
+        emitted=taken.emitted(tree),
+        stop_reason=taken.stop_reason,
+        edited=tuple(edited),
+        times=dict(times),
+        **best,
+    )
+
+
+def _numpy(x: Tensor) -> np.ndarray:
+    return x.to(torch.float32).cpu().numpy()

@@ -1,0 +1,317 @@
+"""DraftTree and its builders.
+
+A block drafter gives one distribution per depth, whatever stands before it, so the score of a drafted prefix
+is a product of per-depth marginals. DDTree verifies the ``budget`` most probable prefixes; they form a tree.
+
+Which prefixes those are is a rule, so that a saved trace replays on every machine:
+
+1. the higher score, the sum of the per-depth log-probabilities in path order (float64);
+2. among equal scores the shallower prefix;
+3. among those the lexicographically smaller path of token ids.
+
+The log-probabilities are rounded to multiples of 2**-40 (9e-13), which makes float64 sums of them exact:
+equal scores come from the drafter, never from a sum that lost its last bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import graphviz
+
+_GRID = 2.0**40
+_LOWEST = float(np.finfo(np.float64).min)  # a floor that every score but -inf reaches
+_DETOURS = 32  # nodes beside the greedy path from which the first estimate of the floor looks further
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class DraftTree:
+    """Drafted tokens and their parents, parents first; n rows, the root included. The arrays are read-only.
+
+    Made by ``best_first``, ``chain`` or ``from_parents``, which see to it that siblings differ.
+    """
+
+    tokens: np.ndarray  # int64 [n]; tokens[0]: the last committed token, -1 where not given
+    parents: np.ndarray  # int64 [n]; parents[0] == -1, parents[i] < i
+    depth: np.ndarray  # int64 [n]; depth[0] == 0
+    log_prob: np.ndarray  # float64 [n]; of the path: the sum of its marginals; root 0; NaN where unknown
+    rank: np.ndarray  # int64 [n]; of the token in its depth's draft, 0 = first choice; -1 root or unknown
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            array = np.array(getattr(self, field.name), np.float64 if field.name == "log_prob" else np.int64)
+            array.setflags(write=False)
+            object.__setattr__(self, field.name, array)
+
+    @classmethod
+    def best_first(cls, logits: Any, budget: int | None = None, *, root_token: int = -1) -> DraftTree:
+        """The ``budget`` most probable prefixes, most probable first (DDTree); fewer where there are no more.
+
+        logits: [depth, vocab], torch (any float dtype, any device) or numpy; a constant added to a row does
+            not matter. A token at -inf is never drafted; a row of nothing else ends the tree above it. For a
+            tree temperature pass ``logits / temperature``.
+        budget: most nodes, the root not counted; None: the depth of the logits (block size - 1).
+
+        Nodes are stored in the order of selection, so a smaller budget's tree is a prefix: see ``truncate``.
+
+        Raises ValueError for a negative budget, and for NaN or +inf in the logits, naming the row.
+        """
+        budget = _checked_budget(len(logits) if budget is None else budget)
+        return grow(*top_tokens(logits, budget), budget, root_token=root_token)
+
+    @classmethod
+    def chain(cls, logits: Any, *, root_token: int = -1) -> DraftTree:
+        """The first choice of every depth, ties to the lowest id (DFlash), down to a row that is all -inf.
+
+        Takes and raises what ``best_first`` does; equals it where every first choice beats every detour.
+        """
+        return grow(*top_tokens(logits, 1), len(logits), root_token=root_token)
+
+    @classmethod
+    def from_parents(cls, tokens: Any, parents: Any, *, log_prob: Any = None, rank: Any = None) -> DraftTree:
+        """A tree by hand or from a file: node 0 is the root, ``parents[0] == -1`` and ``parents[i] < i``.
+
+        Raises ValueError for lengths that differ, a parent that does not come before its child (so for any
+        cycle), a drafted token below 0, and two siblings with one token.
+        """
+        tokens, parents = _integers("tokens", tokens), _integers("parents", parents)
+        n = len(parents)
+        rank = np.full(n, -1) if rank is None else _integers("rank", rank)
+        if log_prob is None:
+            log_prob = np.where(np.arange(n) == 0, 0.0, np.nan)
+        lengths = {"tokens": len(tokens), "parents": n, "rank": len(rank), "log_prob": len(log_prob)}
+        if n == 0 or len(set(lengths.values())) > 1:
+            raise ValueError(f"a tree takes one entry a node, the root's first, in each of {lengths}")
+        if parents[0] != -1:
+            raise ValueError(f"node 0 is the root: parents[0] must be -1, not {parents[0]}")
+        depth = np.zeros(n, np.int64)
+        nodes: dict[tuple[int, int], int] = {}  # by parent and token
+        for node in range(1, n):
+            parent, token = int(parents[node]), int(tokens[node])
+            if not 0 <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: parents come before their children")
+            if token < 0:
+                raise ValueError(f"node {node} has token {token}: only the root may be without a token")
+            twin = nodes.setdefault((parent, token), node)
+            if twin != node:
+                raise ValueError(f"nodes {twin} and {node} are token {token} below node {parent}: merge them")
+            depth[node] = depth[parent] + 1
+        return cls(tokens, parents, depth, log_prob, rank)
+
+    def truncate(self, budget: int) -> DraftTree:
+        """The first ``budget`` drafted nodes; of a best-first tree, the best-first tree of that budget."""
+        rows = slice(_checked_budget(budget) + 1)
+        return DraftTree(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def with_root(self, token: int) -> DraftTree:
+        """The same tree below another root token."""
+        return replace(self, tokens=np.concatenate(([token], self.tokens[1:])))
+
+    @property
+    def drafted(self) -> int:
+        """How many nodes were drafted: all but the root."""
+        return len(self) - 1
+
+    def ancestors(self) -> np.ndarray:
+        """Ancestor-or-self, bool [n, n]: [i, j] says that node j lies on the path from the root to i."""
+        above = np.eye(len(self), dtype=bool)
+        for depth in range(1, int(self.depth.max()) + 1):
+            nodes = np.flatnonzero(self.depth == depth)
+            above[nodes] |= above[self.parents[nodes]]
+        return above
+
+    def children(self, node: int) -> np.ndarray:
+        """The node's children, int64, in stored order."""
+        return np.flatnonzero(self.parents == self._checked(node))
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to ``node``, both included."""
+        path = [self._checked(node)]
+        while path[-1]:
+            path.append(int(self.parents[path[-1]]))
+        return path[::-1]
+
+    def to_graphviz(self, labels: list[str] | None = None) -> graphviz.Digraph:
+        """The tree as a graph, one label a node (default: the token ids). A label is drawn as it is, never read
+        as markup, escape or entity; a control character as its picture (a newline as ␊).
+
+        Raises ImportError where the graphviz package is missing, ValueError where labels are.
+        """
+        try:
+            import graphviz
+        except ImportError as error:
+            raise ImportError("to_graphviz needs the graphviz package: pip install graphviz") from error
+        labels = [str(token) for token in self.tokens.tolist()] if labels is None else labels
+        if len(labels) != len(self):
+            raise ValueError(f"{len(labels)} labels for {len(self)} nodes: give one each, the root's first")
+        graph = graphviz.Digraph(node_attr={"shape": "box"})
+        for node, label in enumerate(labels):
+            graph.node(str(node), graphviz.escape(label.translate(_LITERAL)))
+            if node:
+                graph.edge(str(self.parents[node]), str(node))
+        return graph
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DraftTree):
+            return NotImplemented
+        both = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return all(np.array_equal(mine, theirs, equal_nan=True) for mine, theirs in both)
+
+    def __repr__(self) -> str:
+        return f"<DraftTree: {self.drafted} drafted, {self.depth.max()} deep, root token {self.tokens[0]}>"
+
+    def _checked(self, node: int) -> int:
+        node = operator.index(node)
+        if not 0 <= node < len(self):
+            raise IndexError(f"no node {node}: the tree has nodes 0 to {len(self) - 1}")
+        return node
+
+
+# DOT reads entities in plain labels too, and control characters as line breaks, as nothing or as errors.
+_LITERAL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", ord("&"): "&amp;"}
+
+
+def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int = -1) -> DraftTree:
+    """``DraftTree.best_first`` from what ``top_tokens(logits, k)`` returns, k >= budget.
+
+    Level by level, each in path order, go on with the prefixes that may be among the best: those that reach
+    a floor under the ``budget``-th best score. Levels come shallow first, so a stable sort by score does the
+    rest.
+    """
+    floor = _score_floor(log_probs, budget) if budget and log_probs.size else _LOWEST
+    score = np.zeros(1)  # of the level's prefixes; at first of the root
+    levels = [(score, np.array([0]), np.array([-1]))]  # score, parent (numbered through the levels), rank
+    seen = 1
+    for row_ids, row in zip(ids, log_probs, strict=True) if budget else ():
+        width = np.count_nonzero(score.max() + row >= floor)  # ranks that the best parent can take
+        ranks = row_ids[:width].argsort()  # by id, so that nonzero() walks the children in path order
+        living = np.flatnonzero(score + row[0] >= floor)
+        total = score[living, None] + row[ranks]  # [living, width]
+        above, column = np.nonzero(total >= floor)
+        if not above.size:
+            break
+        parent, score = living[above] + seen - score.size, total[above, column]
+        levels.append((score, parent, ranks[column]))
+        seen += score.size
+        if seen > 2 * budget:  # many detours: the floor was low
+            floor = max(floor, _nth_best(np.concatenate([level[0] for level in levels[1:]]), budget))
+    score, parent, rank = (np.concatenate(column) for column in zip(*levels, strict=True))
+    order = np.argsort(-score, kind="stable")[: budget + 1]  # the root stays first: no score is above its 0
+    place = np.zeros(seen, np.int64)
+    place[order] = np.arange(order.size)
+    parents, rank = place[parent[order]], rank[order]
+    depth = np.arange(len(levels)).repeat([len(level[0]) for level in levels])[order]
+    tokens = np.full(order.size, root_token)
+    parents[0], tokens[1:] = -1, ids[depth[1:] - 1, rank[1:]]
+    return DraftTree(tokens, parents, depth, score[order], rank)
+
+
+def _score_floor(log_probs: np.ndarray, budget: int) -> float:
+    """A score that at least ``budget`` prefixes reach, near the ``budget``-th best one.
+
+    Few of the best prefixes leave the greedy path more than twice, and those that do so once or twice need no
+    search: a detour costs the same before every continuation, so two detours are a sum of one and one.
+    """
+    greedy = np.concatenate(([0.0], log_probs[:, 0].cumsum()))  # [depth + 1] greedy scores by length
+    once = greedy[:-1, None] + log_probs  # [depth, k] greedy down to a depth, then any token
+    floor = _nth_best(once.ravel(), budget)
+    at, rank = np.nonzero(once >= floor)
+    once = once[at, rank]
+    detours = np.flatnonzero(rank)
+    detours = detours[np.argsort(-once[detours])[:_DETOURS]]
+    length = at[detours] + 1
+    twice = (once[detours] - greedy[length])[:, None] + once  # [detours, once]
+    twice = twice[(at >= length[:, None]) & (twice >= floor)]
+    floor = _nth_best(np.concatenate((once, twice)), budget)
+    return max(floor * (1 + 2.0**-44), _LOWEST)  # below -8192 sums do round, and here in another order
+
+
+def _nth_best(scores: np.ndarray, n: int) -> float:
+    nth = scores.size - n
+    return max(float(np.partition(scores, nth)[nth]), _LOWEST) if nth >= 0 else _LOWEST
+
+
+def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ``k`` best tokens of each depth: ids int64, log-probabilities float64, each [depth, min(k, vocab)].
+
+    Best first, equals by ascending id, also at the cut: top-k kernels promise no order among equals. A row
+    may end in tokens at -inf; a row of nothing else is left out, with those below it. The normaliser runs
+    over the whole row, in float32 or the logits' own precision if that is higher.
+
+    Takes and raises what ``DraftTree.best_first`` does. Of logits on a device only a few entries are moved.
+    """
+    is_torch = hasattr(logits, "detach")
+    logits = logits.detach() if is_torch else np.asarray(logits)
+    if logits.ndim != 2 or not logits.shape[1]:
+        raise ValueError(f"draft logits are [depth, vocab], not {list(logits.shape)}")
+    vocab = logits.shape[1]
+    k = min(k, vocab)
+    if not k or not len(logits):
+        return np.zeros((0, k), np.int64), np.zeros((0, k))
+    n = k + k // 8 + 8  # bfloat16 logits tie often: some more, so that the cut rarely needs a second look
+    while True:
+        n = min(n, vocab)
+        with np.errstate(invalid="ignore", over="ignore"):  # rows of -inf; spreads beyond the float range
+            peak, total, values, ids = (_torch_top if is_torch else _numpy_top)(logits, n)
+            log_probs = np.rint((values - peak - np.log(total)) * _GRID) / _GRID + 0.0  # + 0.0: no -0.0
+        broken = np.flatnonzero(~(peak < np.inf))
+        if broken.size:
+            found = "NaN" if np.isnan(peak[broken[0], 0]) else "+inf"
+            raise ValueError(f"{found} in draft logits, depth row {broken[0]}: a broken drafter or an overflow")
+        depth = int(np.cumprod(peak > -np.inf).sum())
+        ids, log_probs = ids[:depth], log_probs[:depth]
+        last = log_probs[:, -1]
+        if n == vocab or not np.any((last == log_probs[:, k - 1]) & (last > -np.inf)):
+            break
+        n *= 4  # more equals of the k-th may follow
+    run = np.zeros((depth, n), np.int64)  # numbers the runs of equals
+    np.cumsum(log_probs[:, 1:] != log_probs[:, :-1], axis=1, out=run[:, 1:])
+    ids = np.sort(run * vocab + ids, axis=1) - run * vocab
+    return ids[:, :k], log_probs[:, :k]
+
+
+def _torch_top(logits: Any, n: int) -> tuple[np.ndarray, ...]:
+    """Of each row: maximum and sum of exp(logit - maximum), [depth, 1]; n best logits and ids, [depth, n]."""
+    import torch
+
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    peak = logits.amax(-1, keepdim=True)  # NaN where the row holds one
+    total = (logits - peak).exp().sum(-1, keepdim=True)
+    values, ids = logits.topk(n)
+    packed = torch.cat([peak, total, values, ids.to(logits.dtype)], -1)  # float32 holds ids up to 2**24
+    rows = packed.cpu().numpy().astype(np.float64)  # the one transfer
+    return rows[:, :1], rows[:, 1:2], rows[:, 2 : 2 + n], rows[:, 2 + n :].astype(np.int64)
+
+
+def _numpy_top(logits: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
+    """The same for an array."""
+    logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
+    peak = logits.max(-1, keepdims=True)
+    total = np.exp(logits - peak).sum(-1, keepdims=True, dtype=np.float64)
+    ids = np.argpartition(logits, logits.shape[1] - n)[:, logits.shape[1] - n :]
+    values = np.take_along_axis(logits, ids, 1)
+    order = np.argsort(-values)
+    values, ids = np.take_along_axis(values, order, 1).astype(np.float64), np.take_along_axis(ids, order, 1)
+    return peak.astype(np.float64), total, values, ids
+
+
+def _checked_budget(budget: int) -> int:
+    budget = operator.index(budget)
+    if budget < 0:
+        raise ValueError(f"budget is the most nodes to draft, 0 or more, not {budget}")
+    return budget
+
+
+def _integers(name: str, values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be a list of integers, one a node, not {values!r:.80}")
+    return array.astype(np.int64)

@@ -1,0 +1,271 @@
+"""The tree of one round: what was drafted, how likely draft and target held it, which path was taken, where it ended."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from dataclasses import dataclass
+
+from ddlab import tokens
+from ddlab.step import Step
+from ddlab.trace import Trace
+from ddlab.views.page import View, escape, notes, shorten, token
+
+COLUMN, ROW = 92, 17  # pixels of a depth and of a leaf in the picture
+
+
+@dataclass(frozen=True)
+class Node:
+    """A row of the tree view. Probabilities are None where they are unknown."""
+
+    node: int
+    depth: int
+    label: str
+    draft_prob: (
+        float | None
+    )  # of the token at its depth: the drafter has one distribution per depth, whatever the path
+    path_prob: float | None  # product of those from the root
+    rank: int | None  # among the drafter's tokens at that depth, 0 = first
+    target_prob: float | None  # the target's, after the node's parent
+    mark: (
+        str  # "root" | "accepted" | "missed": what the target would choose here, but the path never came | ""
+    )
+    children: tuple[int, ...]
+
+
+def nodes(step: Step, trace: Trace) -> list[Node]:
+    """Every node of a round's tree, in the tree's own order. Children on the path come first, then the likeliest."""
+    tree, path, out = step.tree, set(step.path), []
+    for node in range(len(tree)):
+        parent = int(tree.parents[node])
+        chosen = parent >= 0 and int(step.target_choice[parent]) == int(tree.tokens[node])
+        children = sorted(
+            (int(child) for child in tree.children(node)), key=lambda child: (child not in path, child)
+        )
+        out.append(
+            Node(
+                node=node,
+                depth=int(tree.depth[node]),
+                label=tokens.show(int(tree.tokens[node]), trace.token_text),
+                draft_prob=_prob(tree.log_prob[node] - tree.log_prob[parent]) if node else None,
+                path_prob=_prob(tree.log_prob[node]) if node else None,
+                rank=int(tree.rank[node]) if tree.rank[node] >= 0 else None,
+                target_prob=_prob(step.node_log_prob[node]) if node else None,
+                mark="root" if not node else "accepted" if node in path else "missed" if chosen else "",
+                children=tuple(children),
+            )
+        )
+    return out
+
+
+def outcome(step: Step, trace: Trace) -> str:
+    """Why the path ended, in words, with the target's own token there."""
+    end = step.path[-1]
+    choice = tokens.show(int(step.target_choice[end]), trace.token_text)
+    prob = _percent(_prob(step.target_log_prob[end]))
+    if step.bonus is None:
+        what = "a stop token was accepted" if step.stop_reason == "stop_token" else "the length was reached"
+        return f"{step.stop_reason}: {what}, nothing comes after it"
+    why = {
+        "mismatch": "was not drafted here",
+        "exhausted": "comes after a leaf" if len(step.tree) > 1 else "comes next: nothing was drafted",
+        "stop_token": "ends the text",
+        "length": "is the last token asked for",
+    }.get(step.stop_reason, "")
+    return f"{step.stop_reason}: the target's own {choice} ({prob}, margin {step.margin[end]:.2f}) {why}"
+
+
+def heading(step: Step) -> str:
+    drafted, accepted = len(step.tree) - 1, step.accepted
+    counts = (
+        f"{drafted} drafted, {accepted} accepted + bonus"
+        if step.bonus is not None
+        else f"{drafted} drafted, {accepted} accepted"
+    )
+    return f"round {step.index}, root at position {step.start}: {counts} = {len(step.emitted)} new tokens"
+
+
+def tree_view(trace: Trace, round: int) -> View:
+    """The tree of a round as a nested list and, in HTML, also as a picture. Raises IndexError for a round not there."""
+    step, (note_text, note_html) = trace.steps[round], notes(trace)
+    rows = nodes(step, trace)
+    said = f"{heading(step)}\n{outcome(step, trace)}"
+    edited = f"\nedited by a hook: {', '.join(step.edited)}" if step.edited else ""
+    return View(
+        title=f"tree of round {step.index}",
+        text="\n".join([f"{note_text}{said}{edited}", *_text_lines(step, rows, trace)]),
+        html=f"{note_html}<p>{escape(heading(step))}{escape(edited)}</p>{LEGEND}{tree_html(trace, round)}",
+        height=230 + ROW * sum(not node.children for node in rows),
+    )
+
+
+def tree_html(trace: Trace, round: int) -> str:
+    """Outcome, picture and list of one round, for a page that has the legend already."""
+    step = trace.steps[round]
+    rows = nodes(step, trace)
+    picture = _picture(step, rows, trace) if len(rows) > 1 else ""
+    nested = f"<details><summary>every node, as a list</summary><div>{_nested_list(step, rows, trace)}</div></details>"
+    return f"<p>{escape(outcome(step, trace))}</p>{picture}{nested}"
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+_MARKS = {"root": "◆", "accepted": "✓", "missed": "=", "": "·"}
+
+
+def _text_lines(step: Step, rows: list[Node], trace: Trace) -> list[str]:
+    lines: list[tuple[str, str]] = []
+
+    def walk(node: Node, lead: str, branch: str) -> None:
+        numbers = "" if node.mark == "root" else _numbers(node)
+        lines.append((f"{lead}{branch}{_MARKS[node.mark]} {node.label}", numbers))
+        below = lead + ("" if not branch else "│ " if branch == "├─" else "  ")
+        own = step.bonus is not None and node.node == step.path[-1]
+        if own:
+            assert step.bonus is not None
+            number = (
+                f"            target {_percent(_prob(step.target_log_prob[node.node]))}  (the target's own)"
+            )
+            tail = "├─" if node.children else "└─"
+            lines.append((f"{below}{tail}→ {tokens.show(step.bonus, trace.token_text)}", number))
+        for position, child in enumerate(node.children):
+            walk(rows[child], below, "└─" if position == len(node.children) - 1 else "├─")
+
+    walk(rows[0], "", "")
+    width = min(max(_width(left) for left, _ in lines), 72)
+    return [f"{left}{' ' * (width - _width(left))}  {right}".rstrip() for left, right in lines]
+
+
+def _numbers(node: Node) -> str:
+    rank = "" if node.rank is None else f"#{node.rank + 1}"
+    return f"draft {_percent(node.draft_prob):>5} {rank:<4} target {_percent(node.target_prob):>5}"
+
+
+def _width(text: str) -> int:
+    """Columns of a terminal: wide characters take two, accents none."""
+    return sum(
+        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
+    )
+
+
+# ---- HTML --------------------------------------------------------------------------------------
+
+
+def _nested_list(step: Step, rows: list[Node], trace: Trace) -> str:
+    classes = {"root": "", "accepted": "yes", "missed": "late", "": ""}
+
+    def item(node: Node) -> str:
+        numbers = "root" if node.mark == "root" else _numbers(node)
+        line = f'<span class="mark">{_MARKS[node.mark]}</span>{token(node.label)}<span class="num">{numbers}</span>'
+        inner = [item(rows[child]) for child in node.children]
+        if step.bonus is not None and node.node == step.path[-1]:
+            prob = _percent(_prob(step.target_log_prob[node.node]))
+            own = token(tokens.show(step.bonus, trace.token_text))
+            inner.insert(
+                0,
+                f'<li><div class="out"><span class="mark">→</span>{own}'
+                f'<span class="num">the target\'s own, {prob:>5}</span></div>',
+            )
+        below = f"<ul>{''.join(inner)}</ul>" if inner else ""
+        return f'<li><div class="{classes[node.mark]}">{line}</div>{below}'
+
+    return f'<ul class="tree">{item(rows[0])}</ul>'
+
+
+def _picture(step: Step, rows: list[Node], trace: Trace) -> str:
+    """Depth to the right, one row a leaf; the accepted path runs straight along the top."""
+    place: dict[int, tuple[int, int]] = {}
+    next_row = 0
+
+    def put(node: Node) -> None:
+        nonlocal next_row
+        row = next_row
+        place[node.node] = (node.depth, row)
+        if step.bonus is not None and node.node == step.path[-1]:
+            place[-1] = (node.depth + 1, row)  # the target's own token goes straight on
+            next_row += 1
+        for child in node.children:
+            put(rows[child])
+        next_row = max(next_row, row + 1)
+
+    put(rows[0])
+    parents = {node.node: int(step.tree.parents[node.node]) for node in rows} | {-1: step.path[-1]}
+    edges, marks = [], []
+    for node, (depth, row) in place.items():
+        x, y = 10 + depth * COLUMN, 12 + row * ROW
+        taken = node == -1 or rows[node].mark in ("accepted", "root")
+        if node != 0:
+            px, py = place[parents[node]]
+            px, py = 10 + px * COLUMN, 12 + py * ROW
+            bend = f"M{px} {py}V{y - 5}q0 5 5 5H{x}" if py != y else f"M{px} {py}H{x}"
+            colour = "var(--bonus)" if node == -1 else "var(--accepted)" if taken else "var(--line)"
+            width, dash = ("2.5", "") if taken else ("1", "")
+            dash = ' stroke-dasharray="3 3"' if node == -1 else dash
+            edges.append(f'<path d="{bend}" stroke="{colour}" stroke-width="{width}"{dash}/>')
+        if node == -1:
+            label, tip = tokens.show(step.bonus or 0, trace.token_text), "the target's own token"
+            marks.append(_shape("bonus", x, y))
+        else:
+            label, tip = rows[node].label, _tip(rows[node])
+            marks.append(_shape(rows[node].mark, x, y))
+        bold = ' font-weight="700"' if taken else ""
+        full = escape(f"{label}  {tip}")
+        marks.append(
+            f'<text x="{x + 7}" y="{y + 3.5}"{bold}>{escape(shorten(label))}<title>{full}</title></text>'
+        )
+    width = 24 + (max(depth for depth, _ in place.values()) + 1) * COLUMN
+    height = 14 + ROW * (1 + max(row for _, row in place.values()))
+    return (
+        f'<div class="scroll"><svg width="{width}" height="{height}" role="img" aria-label="{escape(heading(step))}">'
+        f'<g fill="none">{"".join(edges)}</g>{"".join(marks)}</svg></div>'
+    )
+
+
+def _shape(mark: str, x: int, y: int) -> str:
+    """A shape per role, so that the picture reads without colour."""
+    if mark == "root":
+        return f'<path d="M{x} {y - 5}l5 5-5 5-5-5z" fill="var(--root)"/>'
+    if mark == "accepted":
+        return f'<circle cx="{x}" cy="{y}" r="4.5" fill="var(--accepted)"/>'
+    if mark == "bonus":
+        return f'<rect x="{x - 4}" y="{y - 4}" width="8" height="8" fill="var(--bonus)"/>'
+    if mark == "missed":
+        return (
+            f'<circle cx="{x}" cy="{y}" r="3" fill="var(--page)" stroke="var(--missed)" stroke-width="2.5"/>'
+        )
+    return f'<circle cx="{x}" cy="{y}" r="2.5" fill="var(--page)" stroke="var(--soft)"/>'
+
+
+def _legend() -> str:
+    entries = {
+        "root": "root: the last committed token",
+        "accepted": "accepted draft",
+        "bonus": "the target's own token",
+        "": "draft, not taken",
+        "missed": "what the target would choose there, but the path never came",
+    }
+    shown = (
+        f'<span><svg width="12" height="12">{_shape(mark, 6, 6)}</svg>{said}</span>'
+        for mark, said in entries.items()
+    )
+    return f'<div class="legend">{"".join(shown)}</div>'
+
+
+def _tip(node: Node) -> str:
+    if node.mark == "root":
+        return "root"
+    path = _percent(node.path_prob)
+    return f"depth {node.depth}, {_numbers(node)}, path {path} (product of per-depth marginals)"
+
+
+def _prob(log_prob: float) -> float | None:
+    return None if math.isnan(log_prob) else math.exp(log_prob)
+
+
+def _percent(prob: float | None) -> str:
+    if prob is None:
+        return "?"
+    return f"{prob:.1%}" if prob >= 0.001 or prob == 0 else "<0.1%"
+
+
+LEGEND = _legend()
