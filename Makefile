@@ -9,6 +9,10 @@ ARGS    ?=
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ddlab-ready
 
+# The embedded models are so small that a second thread gains nothing, and waiting for one on busy cores costs much.
+# Offline: what would fetch something here is a mistake.
+EMBEDDED := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
 .PHONY: report test lab notebooks lint format clean help
 .DEFAULT_GOAL := help
 
@@ -28,16 +32,14 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); torch is large, so this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt "pip>=25.3"
-	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt --build-constraint constraints.txt --group dev -e ".[lab]"
+	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt --build-constraint constraints.txt --group dev -e ".[lab,gguf]"
 	@touch $@
 
 report: $(READY)
-	$(BIN)/ddlab report --out report.html $(ARGS)
+	$(EMBEDDED) $(BIN)/ddlab report --out report.html $(ARGS)
 
-# One thread a process: the models are tiny, and WORKERS processes already fill the cores. Offline: a test that
-# would fetch something is a mistake.
 test: lint
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(EMBEDDED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -52,7 +54,7 @@ lab: $(READY)
 	$(BIN)/jupyter-lab notebooks $(ARGS)
 
 notebooks: $(READY)
-	HF_HUB_OFFLINE=1 $(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks notebooks/*.ipynb
+	$(EMBEDDED) $(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks notebooks/*.ipynb
 
 clean:
 	rm -rf build dist report.html .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,12 +1,15 @@
 """Oracles: does a trace say what the target itself would say?
 
-Path replay: the target is run, without a cache and without a tree, on prompt + the tokens from the root to a leaf; every
-recorded number of every node on that path must come out again. Plain decoding: the target decodes the same prompt one
-token at a time, with Transformers' own cache; the text must be the same. Neither uses ddlab's verification.
+Path replay: the target is run, without a tree, on the text + the tokens from the root to a leaf; every recorded number
+of every node on that path must come out again. The text before the root is read once into Transformers' own cache, from
+which the paths branch off; the first and the last round are replayed without any cache. Plain decoding: the target
+decodes the same prompt one token at a time; the text must be the same. Neither uses ddlab's verification.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +25,11 @@ from ddlab.tree import DraftTree
 if TYPE_CHECKING:
     from ddlab.pair import Pair
 
-# How far two correct evaluations of the same logits may lie apart, as a share of the logits' scale (the largest absolute
-# logit of the row). float32: the recurrent, the chunk and the tree form of the delta rule differ by rounding. Half
-# precision: one rounding per layer and sub-layer, so a few steps of the dtype.
+PATHS_AT_ONCE = 16  # each has a copy of the cache
+
+# How far two correct evaluations of the same logits may lie apart, as a share of the logits' scale (the largest
+# absolute logit of the row). float32: the recurrent, the chunk and the tree form of the delta rule differ by rounding.
+# Half precision: one rounding per layer and sub-layer, so a few steps of the dtype.
 BANDS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
@@ -37,8 +42,8 @@ def band(dtype: torch.dtype, *, hybrid: bool = False) -> float:
 class Divergence:
     """A place where the trace and an oracle choose different tokens.
 
-    where: round and node, or ``text``. margin: by how much the oracle preferred its own token, in logits. A ``tie`` is a
-    margin within the dtype's band; anything else is an error.
+    where: round and node, or ``text``. margin: by how much the oracle preferred its own token, in logits. A ``tie``
+    is a margin within the dtype's band; anything else is an error.
     """
 
     where: str
@@ -64,8 +69,8 @@ class Divergence:
 class Audit:
     """The verdict on one trace; ``ok`` when nothing differs beyond ties.
 
-    nodes of nodes_total were replayed. max_error: largest difference of a recorded log-probability from the replayed one,
-    in nats, and allowed: the largest that the dtype's band permits there.
+    nodes of nodes_total were replayed. max_error: the difference of a recorded log-probability from the replayed one,
+    in nats, that came closest to what the dtype's band permits there, and allowed: that bound.
     """
 
     method: str
@@ -96,8 +101,8 @@ class Audit:
         lines = [
             f"{'exact' if self.ok else 'NOT EXACT'}: {self.method}, {self.dtype}",
             f"  text: {text}, {self.tokens} new tokens",
-            f"  path replay: {self.nodes} of {self.nodes_total} nodes in {self.rounds} of {self.rounds_total} rounds{sampled}, "
-            f"largest difference {self.max_error:.2g} nats (allowed {self.allowed:.2g})",
+            f"  path replay: {self.nodes} of {self.nodes_total} nodes in {self.rounds} of {self.rounds_total} "
+            f"rounds{sampled}, largest difference {self.max_error:.2g} nats (allowed {self.allowed:.2g})",
         ]
         return "\n".join([*lines, *(f"  {d}" for d in self.divergences), *(f"  note: {n}" for n in self.notes)])
 
@@ -124,7 +129,7 @@ def audit(
     chosen = _spread(trace.steps, nodes)
     text = list(trace.prompt_ids) + trace.output_ids
     for step in chosen:
-        replay.round(text[: step.start], step)
+        replay.round(text[: step.start], step, cached=step not in (chosen[0], chosen[-1]))
     plain = _plain_decoding(pair, sampling, trace)
     divergences = replay.divergences
     output = trace.output_ids
@@ -132,7 +137,12 @@ def audit(
     if not equal:
         at = next(i for i, (a, b) in enumerate(zip(plain.tokens, output, strict=False)) if a != b)
         found = Divergence(
-            "text", len(trace.prompt_ids) + at, output[at], plain.tokens[at], plain.margins[at], relative * plain.scales[at]
+            "text",
+            len(trace.prompt_ids) + at,
+            output[at],
+            plain.tokens[at],
+            plain.margins[at],
+            relative * plain.scales[at],
         )
         divergences = [found, *divergences]
     notes = []
@@ -156,36 +166,62 @@ def audit(
     )
 
 
-def path_logits(pair: Pair, text: list[int], tree: DraftTree) -> Tensor:
-    """The target's logits at every node by path replay, [n, vocab]: no cache, no tree, no mask.
+def path_logits(
+    pair: Pair, text: list[int], tree: DraftTree, run: Callable[[list[list[int]]], Tensor] | None = None
+) -> Tensor:
+    """The target's logits at every node by path replay, [n, vocab]: no tree and no mask.
 
-    A causal model's logits at a node do not depend on what follows it, so one run on each leaf's path gives all nodes on
-    it; the runs share a batch, padded behind, where nothing looks.
+    A causal model's logits at a node do not depend on what follows it, so one run on each leaf's path gives all nodes
+    on it; the runs share a batch, padded behind, where nothing looks.
 
     Args:
         text: the tokens before the root.
+        run: paths (ids, all of one length, root first) -> logits [paths, length, vocab]; None: the target on
+            text + path without any cache.
     """
     leaves = sorted(set(range(len(tree))) - set(tree.parents.tolist()))
     paths = [tree.path(leaf) for leaf in leaves]
     width = max(len(path) for path in paths)
-    rows = [[*text, *(int(tree.tokens[node]) for node in path)] + [0] * (width - len(path)) for path in paths]
+    padded = [[int(tree.tokens[node]) for node in path] + [0] * (width - len(path)) for path in paths]
+    run = run or (lambda batch: _run(pair, [[*text, *path] for path in batch], keep=width))
     logits: dict[int, Tensor] = {}
-    most = max(1, 8192 // len(rows[0]))  # rows of a batch
-    for first in range(0, len(rows), most):
-        batch = torch.tensor(rows[first : first + most], device=pair.device)
-        out = _run(pair, batch, keep=width)  # [leaves, width, vocab]
-        for path, row in zip(paths[first : first + most], out, strict=True):
+    for first in range(0, len(paths), PATHS_AT_ONCE):
+        chosen = slice(first, first + PATHS_AT_ONCE)
+        for path, row in zip(paths[chosen], run(padded[chosen]), strict=True):
             logits.update({node: row[depth] for depth, node in enumerate(path) if node not in logits})
     return torch.stack([logits[node] for node in range(len(tree))])
 
 
 @torch.no_grad()
-def _run(pair: Pair, ids: Tensor, keep: int, cache: DynamicCache | None = None, start: int = 0) -> Tensor:
+def _run(
+    pair: Pair, ids: Sequence[Sequence[int]], keep: int, cache: DynamicCache | None = None, start: int = 0
+) -> Tensor:
     """Logits of the last ``keep`` positions [batch, keep, vocab], in float32 or better."""
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand(len(ids), -1)
-    out = pair.target(input_ids=ids, position_ids=positions, cache=cache, use_cache=cache is not None)
+    batch = torch.tensor(ids, device=pair.device)
+    positions = torch.arange(start, start + batch.shape[1], device=pair.device).expand(len(batch), -1)
+    keywords = {"logits_to_keep": keep} if pair.keeps_logits else {}
+    out = pair.target(input_ids=batch, position_ids=positions, cache=cache, use_cache=cache is not None, **keywords)
     logits = out.logits[:, -keep:]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+class _Prefix:
+    """The text so far on Transformers' own cache, and paths that branch off it."""
+
+    def __init__(self, pair: Pair):
+        self.pair, self.cache, self.length = pair, DynamicCache(config=pair.target.config), 0
+
+    def read(self, text: list[int]) -> None:
+        """Read on to the end of ``text``, which continues what was read before."""
+        if len(text) > self.length:
+            _run(self.pair, [text[self.length :]], 1, self.cache, self.length)
+            self.length = len(text)
+
+    def paths(self, batch: list[list[int]]) -> Tensor:
+        """Logits [paths, length, vocab] of paths that all begin here; what was read stays as it is."""
+        cache = copy.deepcopy(self.cache)
+        cache.reorder_cache(torch.zeros(len(batch), dtype=torch.int64, device=self.pair.device))
+        return _run(self.pair, batch, len(batch[0]), cache, self.length)
 
 
 class _Replay:
@@ -193,13 +229,15 @@ class _Replay:
 
     def __init__(self, pair: Pair, sampling: Sampling, relative: float):
         self.pair, self.sampling, self.relative = pair, sampling, relative
+        self.prefix = _Prefix(pair)
         self.max_error, self.allowed = 0.0, 0.0
         self.divergences: list[Divergence] = []
         self._worst = -np.inf
 
-    def round(self, text: list[int], step: Step) -> None:
+    def round(self, text: list[int], step: Step, *, cached: bool) -> None:
         tree = step.tree
-        logits = path_logits(self.pair, text, tree)
+        self.prefix.read(text)
+        logits = path_logits(self.pair, text, tree, self.prefix.paths if cached else None)
         positions = step.start + 1 + tree.depth
         choice = self.sampling.choose(
             logits, positions, lambda node: text + [int(tree.tokens[i]) for i in tree.path(node)]
@@ -249,20 +287,18 @@ class _Plain:
 
 def _plain_decoding(pair: Pair, sampling: Sampling, trace: Trace) -> _Plain:
     """As many tokens as the trace has, one at a time, on Transformers' own cache."""
-    ids, cache = list(trace.prompt_ids), DynamicCache(config=pair.target.config)
-    tokens: list[int] = []
+    prefix, history = _Prefix(pair), list(trace.prompt_ids)
     margins: list[float] = []
     scales: list[float] = []
-    feed, start = ids, 0
+    prefix.read(history[:-1])
     for _ in trace.output_ids:
-        logits = _run(pair, torch.tensor([feed], device=pair.device), 1, cache, start)[0]
-        history = ids + tokens
-        choice = sampling.choose(logits, np.array([len(history)]), lambda node, history=history: history)
-        tokens.append(int(choice.tokens[0]))
+        logits = _run(pair, [history[prefix.length :]], 1, prefix.cache, prefix.length)[0]
+        prefix.length = len(history)
+        choice = sampling.choose(logits, np.array([len(history)]), lambda node: history)
+        history.append(int(choice.tokens[0]))
         margins.append(float(choice.margin[0]))
         scales.append(float(logits.abs().max()))
-        start += len(feed)
-        feed = tokens[-1:]
+    tokens = history[len(trace.prompt_ids) :]
     return _Plain(tokens, margins, scales)
 
 

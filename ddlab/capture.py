@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from ddlab.names import hint
 
 
 class Capture(dict[str, list[Tensor]]):
@@ -58,8 +59,7 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     for pattern in patterns:
         hits = fnmatch.filter(names, pattern)
         if not hits:
-            near = difflib.get_close_matches(pattern, names, n=4, cutoff=0.5)
-            hint = f"near matches: {', '.join(near)}" if near else f"modules are named like {', '.join(names[:4])}"
-            raise ValueError(f"no module is named {pattern!r}; {hint}")
+            otherwise = f"modules are named like {', '.join(names[:4])}"
+            raise ValueError(f"no module is named {pattern!r}: {hint(pattern, names, otherwise)}")
         found.update(hits)
     return [name for name in names if name in found]

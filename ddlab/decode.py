@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +19,13 @@ from transformers import LogitsProcessorList
 
 from ddlab import edits
 from ddlab.capture import Capture
-from ddlab.record import describe_pair, round_record
+from ddlab.names import one_of
+from ddlab.record import round_record, trace_header
 from ddlab.sampling import Choice, Sampling, Walk, walk
-from ddlab.trace import Step, Trace, TraceWriter, new_header
+from ddlab.text import Text
+from ddlab.trace import Step, Trace, TraceWriter
 from ddlab.tree import DraftTree
-from ddlab.verify import LINEAR_STATES, Committed, TargetState
+from ddlab.verify import LINEAR_STATES, TargetState
 
 if TYPE_CHECKING:
     from ddlab.drafter import DraftCache
@@ -32,28 +33,17 @@ if TYPE_CHECKING:
 
 METHODS = ("ar", "dflash", "ddtree")
 PHASES = ("draft", "tree", "verify", "accept", "commit")
-ROUNDS_KEPT = 32  # rounds that `back` can undo; a hybrid target's states are kept for each
 
 Hook = Callable[["Decoder", Any], Any]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where decoding stands. Replaced whole, in one assignment: an interrupt finds the old one or the new one."""
-
-    target: Committed
-    tokens: int  # of the text, prompt included
-    rounds: int
-    finished: str | None
+T = TypeVar("T")
 
 
 @dataclass
 class _Round:
     """The round under way, phase by phase."""
 
-    done: list[str] = field(default_factory=list)
     edited: list[str] = field(default_factory=list)
-    times: dict[str, float] = field(default_factory=dict)
+    times: dict[str, float] = field(default_factory=dict)  # seconds by finished phase, without the hooks'
     hook_seconds: float = 0.0
     drafted: Tensor | None = None  # [depth, vocab]
     tree: DraftTree | None = None
@@ -67,14 +57,14 @@ class Decoder:
 
     Args:
         pair: target, drafter and tokenizer.
-        method: ``"ar"`` (plain decoding: a tree of its root alone), ``"dflash"`` (the drafter's first choices as a chain)
-            or ``"ddtree"`` (the ``budget`` most probable prefixes as a tree).
+        method: ``"ar"`` (plain decoding: a tree of its root alone), ``"dflash"`` (the drafter's first choices as a
+            chain) or ``"ddtree"`` (the ``budget`` most probable prefixes as a tree).
         budget: most drafted nodes of a ddtree round; None: as many as the block is deep.
         temperature: 0 is greedy. Above, tokens are keyed by (seed, position), the same under every method.
         max_new_tokens: exactly so many, unless a stop token comes first.
         stop_token_ids: None: the model's and the tokenizer's own; ``()``: never stop.
-        logits_processor: Transformers processors, applied to the target's logits before the temperature, each node with its
-            own path as history.
+        logits_processor: Transformers processors, applied to the target's logits before the temperature, each node
+            with its own path as history.
         linear_state: ``"exact"``. ``"flattened"`` is a labelled wrong way for hybrids: it shows what a decoder does
             whose linear layers ignore the tree.
         trace_path: folder to write the trace to, a round at a time; None: in memory only.
@@ -96,25 +86,25 @@ class Decoder:
         linear_state: str = "exact",
         trace_path: str | Path | None = None,
     ):
-        _one_of("method", method, METHODS)
-        _one_of("linear_state", linear_state, LINEAR_STATES)
+        one_of("method", method, METHODS)
+        one_of("linear_state", linear_state, LINEAR_STATES)
         if budget is not None and budget < 0:
             raise ValueError(f"budget must be >= 0 drafted nodes, or None for the block's depth, not {budget}")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be >= 0, not {max_new_tokens}")
         stops = pair.stop_token_ids if stop_token_ids is None else tuple(int(t) for t in stop_token_ids)
         beyond = [t for t in stops if not 0 <= t < pair.rows]
         if beyond:
             raise ValueError(f"stop_token_ids {beyond} are outside the target's ids (0..{pair.rows - 1})")
         self.pair, self.method, self.budget = pair, method, budget
         self.sampling = Sampling(float(temperature), int(seed), logits_processor)
-        self.max_new_tokens, self.stop_token_ids, self.linear_state = max_new_tokens, stops, linear_state
+        self.max_new_tokens, self.stop_token_ids = _checked_length(max_new_tokens), stops
+        self.linear_state = linear_state
         self._trace_path = None if trace_path is None else Path(trace_path)
         self._hooks: dict[str, OrderedDict[int, Hook]] = {phase: OrderedDict() for phase in PHASES}
         self._turn = 0
-        self._place: _Place | None = None
+        self._text: Text | None = None
+        self._round: _Round | None = None
 
-    # ---- a text -------------------------------------------------------------------------------------------------
+    # ---- a text ----------------------------------------------------------------------------------------------------
 
     def start(self, prompt: Any, **template_args: Any) -> None:
         """Forget any earlier text, run the prompt and choose the first new token, the root of the first tree.
@@ -131,77 +121,83 @@ class Decoder:
         drafter = self.pair.drafter if self.method != "ar" else None
         target = TargetState(self.pair, self.linear_state, tapped=drafter is not None)
         drafts = drafter.new_cache() if drafter else None
-        self._turn = 0
-        self._begin(target, drafts, encoded, list(encoded.ids), self.max_new_tokens)
+        first = self._read(target, drafts, encoded.ids)
+        self._begin(target, drafts, encoded, first, self.max_new_tokens, turn=0)
 
     def extend(self, prompt: Any = (), *, max_new_tokens: int | None = None) -> None:
-        """Go on after the text so far, on the same caches: with more tokens (a next turn) or just further.
+        """Go on after the text so far, on the same caches: with more tokens (a next turn), or just further.
 
-        A new turn begins: ``output_ids`` and ``trace`` start again, the prompt is all that was visible.
+        A new turn begins: ``output_ids`` and ``trace`` start again, and its prompt is all that was visible.
 
         Args:
-            prompt: token ids, or a str that is tokenized as it is; empty: continue the text itself, also past a stop token.
-            max_new_tokens: of this turn; None: as before.
+            prompt: token ids, or a str that is tokenized as it is; empty: continue the text itself, also past a stop.
+            max_new_tokens: of this turn; None: the decoder's own.
         """
-        place = self._started()
-        self._settle()
-        limit = self.max_new_tokens if max_new_tokens is None else max_new_tokens
-        more = list(self.pair.encode(prompt, chat=False).ids) if len(prompt) else []
-        ids = self._ids[: place.tokens] + more
+        text = self._started()
+        self._drop_round()
+        limit = self.max_new_tokens if max_new_tokens is None else _checked_length(max_new_tokens)
+        ids = text.ids + (list(self.pair.encode(prompt, chat=False).ids) if len(prompt) else [])
         self._check_room(len(ids), limit)
-        encoded = self.pair.encode(ids)
-        self._turn += 1
-        self._begin(self._target, self._drafts, encoded, ids, limit)
+        encoded, first = self.pair.encode(ids), text.first  # with nothing new to read, the last choice still stands
+        with text.settled_on_error():
+            if text.target.length < len(ids):
+                first = self._read(text.target, text.drafts, ids)
+            self._begin(text.target, text.drafts, encoded, first, limit, self._turn + 1)
 
-    def _begin(
-        self, target: TargetState, drafts: DraftCache | None, prompt: Prompt, ids: list[int], max_new_tokens: int
-    ) -> None:
-        before = target.snapshot()
-        try:
-            if target.length < len(ids):
-                first = self._prefill(target, drafts, ids)
-            else:  # everything ran already, and nothing was emitted: the choice still stands
-                first = self._first
-        except BaseException:
-            target.restore(before)
-            if drafts is not None:
-                drafts.truncate(before.length)
-            raise
-        room = max_new_tokens > 0
-        trace = Trace(self._header(prompt, max_new_tokens, first if room else None))
-        trace.describe({*ids, first}, self.pair.tokenizer)
-        writer = TraceWriter(self._turn_path(), trace) if self._trace_path is not None else None
-        finished = "stop_token" if room and first in self.stop_token_ids else "length" if max_new_tokens <= 1 else None
-        self._target, self._drafts, self._first = target, drafts, first
-        self._ids = ids + [first] * room
-        self._prompt_length, self.max_new_tokens = len(ids), max_new_tokens
-        self._trace, self._writer = trace, writer
-        self._history: deque[_Place] = deque(maxlen=ROUNDS_KEPT)
-        self._round: _Round | None = None
-        self._place = _Place(target.snapshot(), len(self._ids), 0, finished)
-
-    def _prefill(self, target: TargetState, drafts: DraftCache | None, ids: list[int]) -> int:
+    def _read(self, target: TargetState, drafts: DraftCache | None, ids: Sequence[int]) -> int:
+        """Run what the caches do not hold of ``ids``; the target's choice after it."""
         logits = target.prefill(ids[target.length :])
         if drafts is not None:
-            assert self.pair.drafter is not None and target.features is not None
-            self.pair.drafter.ingest(drafts, target.features)
-        choice = self.sampling.choose(logits[None], np.array([len(ids)]), lambda node: ids)
-        return int(choice.tokens[0])
+            self._drafter.ingest(drafts, target.tapped_features)
+        history = list(ids)
+        return int(self.sampling.choose(logits[None], np.array([len(ids)]), lambda node: history).tokens[0])
+
+    def _begin(
+        self,
+        target: TargetState,
+        drafts: DraftCache | None,
+        prompt: Prompt,
+        first: int,
+        max_new_tokens: int,
+        turn: int,
+    ) -> None:
+        budget = self.budget if self.method == "ddtree" else None
+        trace = Trace(
+            trace_header(
+                self.pair,
+                self.sampling,
+                prompt,
+                first if max_new_tokens else None,
+                method=self.method,
+                budget=budget,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=list(self.stop_token_ids),
+                linear_state=self.linear_state,
+                turn=turn,
+            )
+        )
+        trace.describe({*prompt.ids, first}, self.pair.tokenizer)
+        path = self._trace_path
+        if path is not None and turn:
+            path = path.with_name(f"{path.name}.turn{turn}")
+        writer = None if path is None else TraceWriter(path, trace)
+        text = Text(target, drafts, prompt.ids, first, max_new_tokens, self.stop_token_ids, trace, writer)
+        self._text, self._round, self._turn = text, None, turn
 
     def _check_room(self, prompt: int, new: int) -> None:
         limit = self.pair.max_positions
         if limit is not None and prompt + new > limit:
             raise ValueError(
-                f"a prompt of {prompt} tokens and {new} new ones need {prompt + new} positions; the target has {limit}. "
-                "Shorten the prompt or lower max_new_tokens"
+                f"a prompt of {prompt} tokens and {new} new ones need {prompt + new} positions; the target has "
+                f"{limit}. Shorten the prompt or lower max_new_tokens"
             )
 
-    # ---- a round ------------------------------------------------------------------------------------------------
+    # ---- a round ---------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
         """One round, or the rest of the round under way."""
         phases = (self.draft, self.build, self.verify, self.accept)
-        for phase in phases[0 if self._round is None else len(self._round.done) :]:
+        for phase in phases[0 if self._round is None else len(self._round.times) :]:
             phase()
         return self.commit()
 
@@ -214,129 +210,109 @@ class Decoder:
 
     def draft(self) -> Tensor | None:
         """Phase 1: the drafter's logits, float [depth, vocab]; None under ``method="ar"``."""
-        with self._phase("draft") as now:
-            drafter, logits = self.pair.drafter, None
-            if self.method != "ar" and drafter is not None:
-                logits = self.pair.propose(self._drafts, self._ids[self._place.tokens - 1])
+        with self._phase("draft") as (now, text):
+            logits = None if text.drafts is None else self.pair.propose(text.drafts, text.root)
             logits = self._edit("draft", now, logits, lambda value: edits.draft_logits(value, self.pair.rows))
             if self.method != "ar" and logits is None:
-                raise ValueError("this pair has no drafter: register a 'draft' hook that returns logits, or use method='ar'")
+                raise ValueError("this pair has no drafter: register a 'draft' hook that returns logits, or use 'ar'")
             now.drafted = logits
         return now.drafted
 
     def build(self) -> DraftTree:
         """Phase 2: the tree of what will be verified."""
-        with self._phase("tree") as now:
-            root, limit = self._ids[self._place.tokens - 1], self.pair.max_positions
-            left = None if limit is None else limit - self._place.tokens  # positions behind the root
-            logits = now.drafted if now.drafted is None else now.drafted[:left]
-            if logits is None:
+        with self._phase("tree") as (now, text):
+            root, limit = text.root, self.pair.max_positions
+            left = None if limit is None else limit - text.place.tokens  # positions behind the root
+            if now.drafted is None:
                 tree = DraftTree.from_parents([root], [-1])
             elif self.method == "dflash":
-                tree = DraftTree.chain(logits, root_token=root)
+                tree = DraftTree.chain(now.drafted[:left], root_token=root)
             else:
-                tree = DraftTree.best_first(logits, self.budget, root_token=root)
-            now.tree = self._edit("tree", now, tree, lambda value: edits.tree(value, root, self.pair.rows, left))
-        return now.tree
+                tree = DraftTree.best_first(now.drafted[:left], self.budget, root_token=root)
+            tree = self._edit("tree", now, tree, lambda value: edits.tree(value, root, self.pair.rows, left))
+            now.tree = tree
+        return tree
 
     def verify(self) -> Tensor:
         """Phase 3: one target forward over the tree; its logits at every node, float [n, vocab]."""
-        with self._phase("verify") as now:
-            assert now.tree is not None
-            shape = len(now.tree), self.pair.rows
-            now.logits = self._edit(
-                "verify", now, self._target.verify(now.tree), lambda value: edits.logits(value, *shape)
-            )
-        return now.logits
+        with self._phase("verify") as (now, text):
+            tree = _made(now.tree)
+            logits = text.target.verify(tree)
+            logits = self._edit("verify", now, logits, lambda v: edits.logits(v, len(tree), self.pair.rows))
+            now.logits = logits
+        return logits
 
     def accept(self) -> Walk:
         """Phase 4: the target's choice at each node, and the path that follows it."""
-        with self._phase("accept") as now:
-            assert now.tree is not None and now.logits is not None
-            tree, place = now.tree, self._place
-            positions = place.tokens + tree.depth  # the root is the last token: its choice comes at `tokens`
-            text = self._ids[: place.tokens - 1]
-            now.choice = self.sampling.choose(
-                now.logits, positions, lambda node: text + [int(tree.tokens[i]) for i in tree.path(node)]
+        with self._phase("accept") as (now, text):
+            tree, before = _made(now.tree), text.ids[:-1]
+            positions = text.place.tokens + tree.depth  # of the chosen tokens: the root is the last token of the text
+            choice = self.sampling.choose(
+                _made(now.logits), positions, lambda node: before + tree.tokens[tree.path(node)].tolist()
             )
-            room = self._prompt_length + self.max_new_tokens - place.tokens
-            chosen = now.choice.tokens.cpu().numpy()
-            own = walk(tree, chosen, self.stop_token_ids, room)
+            chosen = choice.tokens.cpu().numpy()
+            own = walk(tree, chosen, self.stop_token_ids, text.room)
+            now.choice = choice
             now.walk = self._edit("accept", now, own, lambda value: edits.walk(value, own, tree, chosen.tolist()))
-        return now.walk
+        return _made(now.walk)
 
     def commit(self) -> Step:
         """Phase 5: keep the path. From here on the round is part of the text."""
-        with self._phase("commit") as now:
-            assert now.tree is not None and now.choice is not None and now.walk is not None
-            place, taken = self._place, now.walk
-            emitted = taken.emitted(now.tree)
-            kept = taken.path if taken.bonus is not None else taken.path[:-1]  # the last token of a text has no K/V yet
-            self._target.commit(kept)
-            if self._drafts is not None:
-                assert self._target.features is not None
-                rows = torch.tensor(kept, device=self._target.features.device)
-                self.pair.drafter.ingest(self._drafts, self._target.features[rows])
-            finished = taken.stop_reason if taken.stop_reason in ("stop_token", "length") else None
-            tokens = place.tokens + len(emitted)
-            if finished is None and tokens == self._prompt_length + self.max_new_tokens:
-                finished = "length"
-        with self._undone_on_error():
+        with self._phase("commit") as (now, text):
+            taken = _made(now.walk)
+            kept = taken.path if taken.bonus is not None else taken.path[:-1]  # the last token of a text stays out
+            text.target.commit(kept)
+            if text.drafts is not None:
+                self._drafter.ingest(text.drafts, text.target.tapped_features[list(kept)])
+        with self._undone_on_error(text):
             step = round_record(
-                place.rounds, place.tokens - 1, now.tree, now.choice, taken, now.drafted, now.edited, now.times
+                text.place.rounds,
+                text.place.tokens - 1,
+                _made(now.tree),
+                _made(now.choice),
+                taken,
+                now.drafted,
+                now.edited,
+                now.times,
             )
-            self._ids[place.tokens :] = emitted
-            self._trace.truncate(place.rounds)
-            self._trace.append(step, self.pair.tokenizer)
-            if self._writer is not None:
-                self._writer.append(step)
-            after = _Place(self._target.snapshot(), tokens, place.rounds + 1, finished)
-            self._history.append(place)
-            self._place, self._round = after, None
+            text.append(step, self.pair.tokenizer)
+            self._round = None
         for hook in list(self._hooks["commit"].values()):
             hook(self, step)
         return step
 
     def back(self) -> None:
-        """Undo the last round, bit for bit; up to 32 rounds, also across a stop. A round under way is dropped first."""
-        self._started()
+        """Undo the last round, bit for bit; up to 32, also across a stop. A round under way is dropped first."""
+        text = self._started()
         if self._round is not None:
-            self._settle()
-            return
-        if not self._history:
-            kept = f"only the last {ROUNDS_KEPT} rounds are kept" if self._place.rounds else "no round was committed"
-            raise ValueError(f"nothing to undo: {kept}; start() begins again")
-        self._place = self._history.pop()
-        self._settle()
+            self._drop_round()
+        else:
+            text.back()
 
     def fork(self) -> Decoder:
-        """An independent copy that stands at the last committed round, with the same hooks. It writes no trace to disk."""
-        self._started()
+        """An independent copy at the last committed round, with the same hooks. It writes no trace to disk."""
         other = copy.copy(self)
-        other._target = self._target.fork()
-        other._drafts = None if self._drafts is None else self._drafts.clone()
-        other._ids, other._history = self._ids[: self._place.tokens], copy.copy(self._history)
-        other._trace = Trace(copy.deepcopy(self._trace.header), self._trace.steps[:], dict(self._trace.token_text))
-        other._writer, other._trace_path, other._round = None, None, None
+        other._text, other._round, other._trace_path = self._started().fork(), None, None
         other._hooks = {phase: OrderedDict(hooks) for phase, hooks in self._hooks.items()}
         return other
 
-    # ---- what it says -------------------------------------------------------------------------------------------
+    # ---- what it says ----------------------------------------------------------------------------------------------
 
     @property
     def finished(self) -> str | None:
         """Why there is nothing more to decode (``stop_token`` or ``length``), or None."""
-        return self._started().finished
+        return self._started().place.finished
 
     @property
     def output_ids(self) -> list[int]:
         """New tokens only. After ``start`` it holds the first one, the root of the first tree."""
-        return self._ids[self._prompt_length : self._started().tokens]
+        text = self._started()
+        return text.ids[text.prompt_length :]
 
     @property
     def ids(self) -> list[int]:
         """The whole text: prompt and new tokens."""
-        return self._ids[: self._started().tokens]
+        return self._started().ids
 
     @property
     def text(self) -> str:
@@ -344,19 +320,18 @@ class Decoder:
 
     @property
     def trace(self) -> Trace:
-        self._started()
-        return self._trace
+        return self._started().trace
 
-    # ---- looking and editing ------------------------------------------------------------------------------------
+    # ---- looking and editing ---------------------------------------------------------------------------------------
 
     def register_hook(self, phase: str, hook: Hook) -> RemovableHandle:
         """Call ``hook(decoder, value)`` after a phase; what it returns replaces the value, None leaves it.
 
         Values: draft: float logits [depth, vocab] (None without a drafter); tree: DraftTree; verify: float logits
-        [n, vocab]; accept: Walk; commit: Step, read only. Changed rounds are marked in the trace. Edits change the draft,
-        never the text; only a ``verify`` edit can. The handle's ``remove()``, or ``with handle:``, takes it away.
+        [n, vocab]; accept: Walk; commit: Step, read only. Changed rounds are marked in the trace. Edits change the
+        draft, never the text; only a ``verify`` edit can. The handle's ``remove()``, or ``with handle:``, ends it.
         """
-        _one_of("phase", phase, PHASES)
+        one_of("phase", phase, PHASES)
         if phase in ("draft", "tree") and self.method == "ar":
             raise ValueError(f"method='ar' drafts nothing for a {phase!r} hook to change; use method='ddtree'")
         handle = RemovableHandle(self._hooks[phase])
@@ -366,7 +341,8 @@ class Decoder:
     def capture(self, *patterns: str) -> Capture:
         """``with decoder.capture("layers.*.self_attn") as seen``: outputs of modules while the block runs.
 
-        Names are those of the target's decoder (``layers.3.linear_attn``, ``norm``) and, behind ``drafter.``, of the drafter.
+        Names are those of the target's decoder (``layers.3.linear_attn``, ``norm``) and, behind ``drafter.``, of the
+        drafter.
 
         Raises:
             ValueError: a pattern matches nothing; near matches are listed.
@@ -387,77 +363,50 @@ class Decoder:
         now.hook_seconds += time.perf_counter() - started
         return value
 
-    # ---- inside -------------------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------------------------
 
-    def _started(self) -> _Place:
-        if self._place is None:
+    @property
+    def _drafter(self) -> Any:
+        return _made(self.pair.drafter)
+
+    def _started(self) -> Text:
+        if self._text is None:
             raise RuntimeError("the decoder has no text yet: call start(prompt) first")
-        return self._place
+        return self._text
+
+    def _drop_round(self) -> None:
+        self._round = None
+        self._started().settle()
 
     @contextmanager
-    def _phase(self, phase: str) -> Iterator[_Round]:
-        place = self._started()
-        if place.finished and self._round is None:
-            raise RuntimeError(f"the text is finished ({place.finished}): extend() goes on, back() undoes, start() begins again")
-        expected = PHASES[0 if self._round is None else len(self._round.done)]
+    def _undone_on_error(self, text: Text) -> Iterator[None]:
+        try:
+            with text.settled_on_error():
+                yield
+        except BaseException:
+            self._round = None
+            raise
+
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[tuple[_Round, Text]]:
+        """One phase: in its turn, timed without its hooks, and the whole round undone if it fails."""
+        text = self._started()
+        if text.place.finished and self._round is None:
+            raise RuntimeError(
+                f"the text is finished ({text.place.finished}): extend() goes on, back() undoes, start() begins again"
+            )
+        now = self._round or _Round()
+        expected = PHASES[len(now.times)]
         if phase != expected:
             name = "build" if expected == "tree" else expected
             raise RuntimeError(f"the next phase of this round is {name}(); step() runs a whole round")
-        if self._round is None:
-            self._round = _Round()
-        now = self._round
-        with self._undone_on_error():
-            before, started = now.hook_seconds, time.perf_counter()
-            yield now
+        self._round = now
+        with self._undone_on_error(text):
+            hooks, started = now.hook_seconds, time.perf_counter()
+            yield now, text
             if self.pair.device.type == "cuda":
                 torch.cuda.synchronize(self.pair.device)  # kernels run late: their time belongs to this phase
-            now.times[phase] = time.perf_counter() - started - (now.hook_seconds - before)
-            now.done.append(phase)
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        """Whatever goes wrong, also an interrupt: back to the last committed round."""
-        try:
-            yield
-        except BaseException:
-            self._settle()
-            raise
-
-    def _settle(self) -> None:
-        """Drop everything beyond the committed place."""
-        place = self._place
-        assert place is not None
-        self._round = None
-        self._target.restore(place.target)
-        if self._drafts is not None:
-            self._drafts.truncate(place.target.length)
-        del self._ids[place.tokens :]
-        self._trace.truncate(min(place.rounds, self._trace.rounds))
-        if self._writer is not None and self._writer.rounds > place.rounds:
-            self._writer.truncate(place.rounds)
-
-    def _header(self, prompt: Prompt, max_new_tokens: int, first_token: int | None) -> dict[str, Any]:
-        processors = [type(p).__name__ for p in self.sampling.processors or ()]
-        settings = {
-            "method": self.method,
-            "budget": self.budget if self.method == "ddtree" else None,
-            "temperature": self.sampling.temperature,
-            "tree_temperature": 1.0,  # the tree is built from the drafter's own probabilities
-            "seed": self.sampling.seed,
-            "noise": "Gumbel, Philox keyed by (seed, position)" if self.sampling.temperature else None,
-            "logits_processor": processors,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": list(self.stop_token_ids),
-            "linear_state": self.linear_state,
-            "turn": self._turn,
-        }
-        return new_header(
-            pair=describe_pair(self.pair), settings=settings, prompt=prompt.to_dict(), first_token=first_token
-        )
-
-    def _turn_path(self) -> Path:
-        assert self._trace_path is not None
-        return self._trace_path if not self._turn else self._trace_path.with_name(f"{self._trace_path.name}.turn{self._turn}")
+            now.times[phase] = time.perf_counter() - started - (now.hook_seconds - hooks)
 
 
 def generate(pair: Pair, prompt: Any, *, template_args: dict[str, Any] | None = None, **settings: Any) -> Trace:
@@ -468,8 +417,13 @@ def generate(pair: Pair, prompt: Any, *, template_args: dict[str, Any] | None = 
     return decoder.trace
 
 
-def _one_of(what: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {what} {value!r}: one of {', '.join(allowed)}{hint}")
+def _made(value: T | None) -> T:
+    """A value that an earlier phase has made."""
+    assert value is not None
+    return value
+
+
+def _checked_length(max_new_tokens: int) -> int:
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be >= 0, not {max_new_tokens}")
+    return max_new_tokens

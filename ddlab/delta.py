@@ -152,7 +152,9 @@ def tree_delta_rule(
     state = initial_state[0].to(dtype)
     from_root = total.exp().unsqueeze(-1)  # [v_heads, n, 1]
     k_wide = _per_value_head(k, heads)
-    system = _per_value_head(k @ k.transpose(1, 2), heads) * between * b.unsqueeze(-1)  # only its strict lower part is read
+    system = (
+        _per_value_head(k @ k.transpose(1, 2), heads) * between * b.unsqueeze(-1)
+    )  # only its strict lower part is read
     writes = torch.linalg.solve_triangular(
         system, b.unsqueeze(-1) * (v - from_root * (k_wide @ state)), upper=False, unitriangular=True
     )  # [v_heads, n, v_dim]
@@ -172,7 +174,8 @@ def delta_rule_by_node(
     heads = value.shape[2]
     q, k, v, b, decay = (x[0].to(dtype).transpose(0, 1) for x in (query, key, value, beta, g))
     q, k = (_per_value_head(x, heads) for x in _scaled(q, k, True))
-    states, out = [], []
+    states: list[Tensor] = []
+    out: list[Tensor] = []
     for node, parent in enumerate(rows.parents.tolist()):
         state = (initial_state[0].to(dtype) if parent < 0 else states[parent]) * decay[:, node].exp()[:, None, None]
         known = (state * k[:, node, :, None]).sum(1)  # [v_heads, v_dim] what the state already predicts

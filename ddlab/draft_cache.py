@@ -10,7 +10,7 @@ import torch
 class DraftCache:
     """A growing buffer [1, kv heads, capacity, head dim] of keys and one of values per layer.
 
-    Rows below `length` are context; from `length` on they are scratch, where a block is written to be drafted.
+    Rows below `length` are context; from there on they are scratch, where a block is written to be drafted.
     """
 
     def __init__(
@@ -18,7 +18,7 @@ class DraftCache:
     ) -> None:
         self.length = 0
         self.keys = [self._empty((1, heads, 0, head_dim), dtype, device) for _ in range(layers)]
-        self.values = [k.clone() for k in self.keys]
+        self.values = list(self.keys)  # no rows yet: `reserve` gives every layer its own
 
     @staticmethod
     def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -27,16 +27,13 @@ class DraftCache:
 
     def reserve(self, rows: int) -> None:
         """Room for `rows` rows; the context keeps its bits."""
-        capacity = self.keys[0].shape[2]
-        if rows <= capacity:
-            return
         for buffers in (self.keys, self.values):
             for i, old in enumerate(buffers):
-                new = self._empty(
-                    (*old.shape[:2], max(rows, 2 * capacity, 64), old.shape[3]), old.dtype, old.device
-                )
-                new[:, :, : self.length] = old[:, :, : self.length]
-                buffers[i] = new
+                if rows > old.shape[2]:
+                    capacity = max(rows, 2 * old.shape[2], 64)
+                    new = self._empty((*old.shape[:2], capacity, old.shape[3]), old.dtype, old.device)
+                    new[:, :, : self.length] = old[:, :, : self.length]
+                    buffers[i] = new
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Rows [1, kv heads, m, head dim] at `length`, without moving it."""

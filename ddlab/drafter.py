@@ -71,6 +71,13 @@ class Drafter:
     def dtype(self) -> torch.dtype:
         return self.model.encoder.fc.weight.dtype
 
+    def to(self, device: torch.device | str) -> Drafter:
+        """Moves the drafter in place."""
+        self.model.to(device)  # type: ignore[arg-type]
+        self.own_head = None if self.own_head is None else self.own_head.to(device)
+        self.d2t = None if self.d2t is None else self.d2t.to(device)
+        return self
+
     # -- context -------------------------------------------------------------------------------------------
 
     def new_cache(self) -> DraftCache:
@@ -88,19 +95,16 @@ class Drafter:
         m, start, head_dim = len(features), cache.length, self.model.config.head_dim
         if m == 0:
             return
-        context = self.model.encoder(
-            features.to(self.device, self.dtype)[None]
-        )  # [1, m, hidden], the same for all layers
+        features = features.to(self.device, self.dtype)[None]
+        context = self.model.encoder(features)  # [1, m, hidden], the same for all layers
         positions = torch.arange(start, start + m, device=self.device)[None]
         cos, sin = (t[:, None] for t in self.model.rotary_emb(context, positions))  # [1, 1, m, head_dim]
         cache.reserve(start + m)
         for i, layer in enumerate(self.model.layers):
             attention: Any = layer.self_attn
             keys = attention.k_norm(attention.k_proj(context).view(1, m, -1, head_dim)).transpose(1, 2)
-            values = (
-                attention.v_proj(context).view(1, m, -1, head_dim).transpose(1, 2)
-            )  # [1, kv heads, m, head_dim]
-            cache.write(i, keys * cos + rotate_half(keys) * sin, values)
+            values = attention.v_proj(context).view(1, m, -1, head_dim).transpose(1, 2)
+            cache.write(i, keys * cos + rotate_half(keys) * sin, values)  # [1, kv heads, m, head_dim] each
         cache.length = start + m
 
     # -- one block -----------------------------------------------------------------------------------------
@@ -143,14 +147,11 @@ class Drafter:
         """
         s, context = self.settings, cache.length
         ids = torch.tensor(self.block_ids(anchor), device=embed.device)
-        noise = (
-            F.embedding(ids, embed)[None].to(self.device, self.dtype) * s.input_embedding_scale
-        )  # [1, B, hidden]
+        rows = F.embedding(ids, embed) * s.input_embedding_scale  # [B, hidden]
+        noise = rows[None].to(self.device, self.dtype)
         out_of_reach = max(0, context - (s.sliding_window or 0) + 1)  # context rows no sliding query can see
         first = {"full_attention": 0, "sliding_attention": out_of_reach}
-        masks = {
-            kind: self._additive(visible[:, first[kind] :]) for kind, visible in self.masks(context).items()
-        }
+        masks = {kind: self._additive(seen[:, first[kind] :]) for kind, seen in self.masks(context).items()}
         cache.reserve(context + s.block_size)
         out = self.model(
             noise_embeds=noise,
@@ -207,13 +208,13 @@ class Drafter:
         state: Mapping[str, torch.Tensor],
         *,
         dtype: torch.dtype | str | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str = "cpu",
         attention: str = "sdpa",
         drafts_from: str | None = None,
         block_attention: dict[str, str] | None = None,
         allow_unexpected: Sequence[str] = (),
     ) -> Drafter:
-        """A drafter from a config.json and its tensors, in any known layout.
+        """A drafter from a config.json and its tensors (kept, not copied, if they fit), in any known layout.
 
         dtype None: the checkpoint's. drafts_from ("mask", "anchor") and block_attention (layer type ->
         "causal", "bidirectional") overrule the config; allow_unexpected names tensors to leave out. Raises
@@ -233,12 +234,12 @@ class Drafter:
             expected["lm_head.weight"] = torch.Size((len(d2t), model_config.hidden_size))
         checkpoint.check_state(expected, tensors)
         dtype = checkpoint.as_dtype(dtype) or tensors["encoder.fc.weight"].dtype
-        tensors = {k: v.to(device, dtype) for k, v in tensors.items()}
+        tensors = {k: v.to(dtype) for k, v in tensors.items()}
         own_head = tensors.pop("lm_head.weight", None) if d2t is not None else None
         model.load_state_dict(tensors, assign=True)
-        model.rotary_emb = MuseGlimmerAssistantRotaryEmbedding(model_config).to(device)
+        model.rotary_emb = MuseGlimmerAssistantRotaryEmbedding(model_config)
         model.eval().requires_grad_(False)
-        return cls(model, settings, own_head=own_head, d2t=d2t if d2t is None else d2t.to(device))
+        return cls(model, settings, own_head=own_head, d2t=d2t).to(device)
 
 
 def _empty_model(config: MuseGlimmerAssistantConfig, attention: str, bias: bool) -> MuseGlimmerAssistantModel:

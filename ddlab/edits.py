@@ -45,7 +45,9 @@ def walk(value: Any, own: Walk, draft: DraftTree, chosen: list[int]) -> Walk:
         raise ValueError("an accept hook returns a Walk(path, bonus, stop_reason)")
     path = tuple(value.path)
     if not path or path != own.path[: len(path)]:
-        raise ValueError(f"an accept hook may only stop earlier: {path} is no beginning of the target's path {own.path}")
+        raise ValueError(
+            f"an accept hook may only stop earlier: {path} is no beginning of the target's path {own.path}"
+        )
     if path == own.path and own.bonus is None:  # the text ends here: nothing comes after
         return own
     if value.bonus != chosen[path[-1]]:

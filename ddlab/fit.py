@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
@@ -11,17 +10,20 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .drafter import Drafter
+from .names import hint
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
 
 def check_target(target: PreTrainedModel) -> None:
-    """A decoder with a head, in evaluation mode."""
+    """A causal decoder with a head, in evaluation mode."""
     kind = type(target).__name__
     if getattr(target.config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} is an encoder-decoder; ddlab decodes decoder-only models")
     if target.get_output_embeddings() is None:
         raise ValueError(f"{kind} has no language-model head: load it with AutoModelForCausalLM")
+    if getattr(target.config.get_text_config(decoder=True), "use_bidirectional_attention", False) is True:
+        raise ValueError(f"{kind} attends in both directions (use_bidirectional_attention): it is no decoder")
     if target.training:
         raise ValueError("the target is in training mode: call target.eval() first")
 
@@ -50,9 +52,7 @@ def check_layer(i: int, kind: str, layer: nn.Module) -> None:
     mixer = getattr(layer, "linear_attn", None)
     delta = all(hasattr(mixer, name) for name in ("conv1d", "A_log", "dt_bias"))
     if not delta or not (hasattr(mixer, "in_proj_qkv") or hasattr(mixer, "in_proj_qkvz")):
-        mixers = [
-            type(m).__name__ for name, m in layer.named_children() if not ("norm" in name or "mlp" in name)
-        ]
+        mixers = [type(m).__name__ for name, m in layer.named_children() if not ("norm" in name or "mlp" in name)]
         raise ValueError(
             f"{what} with {', '.join(mixers) or 'no mixer'}: of the linear kinds, ddlab verifies trees only "
             "on the gated delta rule of Qwen3-Next and Qwen3.5"
@@ -70,9 +70,8 @@ def check_attention(name: str | None) -> None:
         )
     known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "use 'sdpa' or 'eager'"
-        raise ValueError(f"unknown attention {name!r}: {hint}")
+        near = hint(name, known, "use 'sdpa' or 'eager'")
+        raise ValueError(f"unknown attention {name!r}: {near}")
 
 
 def count_real_ids(rows: int, tokenizer: Any) -> int:
@@ -81,9 +80,7 @@ def count_real_ids(rows: int, tokenizer: Any) -> int:
         return rows
     base = tokenizer.vocab_size  # without added tokens, a few of which may lie beyond the rows (Gemma 3 1B)
     if base > rows:
-        raise ValueError(
-            f"vocabulary mismatch: the tokenizer has {base} ids, the target's embedding {rows} rows"
-        )
+        raise ValueError(f"vocabulary mismatch: the tokenizer has {base} ids, the target's embedding {rows} rows")
     return min(rows, max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -143,9 +140,7 @@ def check_drafter(
             f"the target has {rows} rows" + (f", {real} of them ids of its tokenizer" if real else "")
         )
     if drafter.d2t is not None and int(drafter.d2t.max()) >= rows:
-        raise ValueError(
-            f"the drafter's d2t map names id {int(drafter.d2t.max())}, the target has {rows} rows"
-        )
+        raise ValueError(f"the drafter's d2t map names id {int(drafter.d2t.max())}, the target has {rows} rows")
     if s.mask_token_id in stop_token_ids:
         warnings.warn(
             f"{mask}, a stop id of the target: check the drafter's config, drafts are likely to be poor",

@@ -6,6 +6,7 @@ nested in a conditional-generation model works like a plain one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -20,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.utils import cached_file, is_accelerate_available
 
 from . import fit
 from .checkpoint import as_dtype, check_folder, local_folder
@@ -65,6 +69,8 @@ class Pair:
         fit.check_attention(self.attention)
         self.vocab_size = fit.count_real_ids(self.rows, tokenizer)
         self.stop_token_ids = fit.find_stop_ids(target, self.text_config, tokenizer, self.rows)
+        # can the target be asked for the last logits alone? Over a whole prompt they are most of the memory
+        self.keeps_logits = "logits_to_keep" in inspect.signature(target.forward).parameters
         self.max_positions: int | None = getattr(self.text_config, "max_position_embeddings", None)
         self.name = name or target.config.name_or_path or type(target).__name__
         self.source = dict(source or {})
@@ -199,22 +205,24 @@ def load_pair(
     if embedded:
         drafter = embedded_folder(EMBEDDED) / "drafter"
     if target is None:
-        target, kind = embedded_folder(EMBEDDED) / "target", kind or torch.float32
-    model, tokenizer = _load_target(target, device_map, kind, attention, revision, trust_remote_code)
-    if device is not None:
-        model = model.to(device)
-    if drafter is not None and not isinstance(drafter, Drafter):
+        target, kind = embedded_folder(EMBEDDED) / "target", torch.float32 if dtype is None else kind
+    if drafter is not None and not isinstance(drafter, Drafter):  # first: its faults show in seconds
         drafter = Drafter.from_pretrained(
             drafter,
             revision=drafter_revision,
             dtype=kind,
-            device=model.get_input_embeddings().weight.device,
             attention=attention or "sdpa",
             allow_unexpected=allow_unexpected,
         )
         if embedded:  # the same name wherever ddlab is installed
             drafter.name = drafter.source["name"] = EMBEDDED
-    source |= {"commit": getattr(model.config, "_commit_hash", None), "class": type(model).__name__}
+    commit = _commit(target, revision)
+    model, tokenizer = _load_target(target, device_map, kind, attention, commit, trust_remote_code)
+    if device is not None:
+        model = model.to(device)
+    if drafter is not None:
+        drafter.to(model.get_input_embeddings().weight.device)
+    source |= {"commit": commit, "class": type(model).__name__}
     source |= {"dtype": str(kind or "auto"), "device_map": None if device_map is None else str(device_map)}
     source["drafter"] = None if drafter is None else drafter.source
     pair = Pair(model, drafter, tokenizer, name=name, source=source)
@@ -225,12 +233,22 @@ def load_pair(
     return pair
 
 
+def _commit(name: str | Path, revision: str | None) -> str | None:
+    """The commit of a name and revision, so that weights and tokenizer are of one. None for a folder."""
+    folder = local_folder(name)
+    if folder is None:
+        return Path(cached_file(name, "config.json", revision=revision)).parent.name
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} goes with a hub name, but {folder} is a folder")
+    return None
+
+
 def _load_target(
     name: str | Path,
     device_map: Any,
     dtype: torch.dtype | None,
     attention: str | None,
-    revision: str | None,
+    commit: str | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
     folder, tokenized = local_folder(name), True
@@ -239,12 +257,12 @@ def _load_target(
         tokenized = any(
             (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
         )
-    common = {"revision": revision, "trust_remote_code": trust_remote_code}
+    common = {"revision": commit, "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **common)
     auto: Any = AutoModelForCausalLM
-    if type(config) not in auto._model_mapping and type(config) in AutoModelForImageTextToText._model_mapping:
-        auto = AutoModelForImageTextToText
-    known = auto._model_mapping.get(type(config), None)
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if known is None and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        auto, known = AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     if attention == "sdpa" and not getattr(known, "_supports_sdpa", True):
         raise ValueError(f'{known.__name__} has no sdpa attention: use attention="eager"')
     model, report = auto.from_pretrained(
@@ -264,6 +282,11 @@ def _load_target(
 def _need_accelerate() -> None:
     try:
         import accelerate  # noqa: F401
+
+        found = is_accelerate_available()  # Transformers looks once: a later install needs a new process
     except ImportError:
-        text = "device_map needs the package accelerate: pip install accelerate, then restart the kernel"
-        raise ImportError(text) from None
+        found = False
+    if not found:
+        raise ImportError(
+            "device_map needs the package accelerate: pip install accelerate, then restart the kernel"
+        )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
-_PROVIDED = {
-    "messages",
-    "raise_exception",
-    "strftime_now",
-}  # what Transformers itself hands to a chat template
+from .names import hint
+
+# what Transformers itself hands to a chat template, and the arguments that it handles
+_PROVIDED = {"messages", "raise_exception", "strftime_now"}
+_HANDLED = {"add_generation_prompt", "continue_final_message", "tools", "documents"}
 
 
 @dataclass(frozen=True)
@@ -36,26 +34,18 @@ def encode(prompt: Any, tokenizer: Any, rows: int, *, chat: bool, template_args:
     if isinstance(prompt, Sequence) and len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token, or a chat message")
     if isinstance(prompt, str) and tokenizer is None:
-        raise ValueError(
-            "this pair has no tokenizer: give token ids, or build Pair(target, drafter, tokenizer)"
-        )
+        raise ValueError("this pair has no tokenizer: give token ids, or build Pair(target, drafter, tokenizer)")
     template = getattr(tokenizer, "chat_template", None)
     if isinstance(prompt, str) and chat and template:
         prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, Sequence) and isinstance(prompt[0], dict):
         if not template:
-            raise ValueError(
-                "chat messages need a tokenizer with a chat template: give a string or token ids"
-            )
+            raise ValueError("chat messages need a tokenizer with a chat template: give a string or token ids")
         text, args, defaults = _render(prompt, tokenizer, template_args)
-        ids = tokenizer(text, add_special_tokens=False)[
-            "input_ids"
-        ]  # the template wrote the special tokens already
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the special tokens already
         return Prompt(_row(ids, rows), text, tuple(prompt), args, defaults)
     if template_args:
-        raise ValueError(
-            f"this prompt goes through no chat template, so {', '.join(template_args)} would be lost"
-        )
+        raise ValueError(f"this prompt goes through no chat template, so {', '.join(template_args)} would be lost")
     if isinstance(prompt, str):
         return Prompt(_row(tokenizer(prompt)["input_ids"], rows), prompt)
     row = _row(prompt, rows)
@@ -95,7 +85,7 @@ def _render(
     for m in messages:
         if not isinstance(m, dict) or not {"role", "content"} <= m.keys():
             raise ValueError(f"a chat message is a dict with role and content, not {m!r:.80}")
-    args = {"add_generation_prompt": True, **given}
+    args = {"add_generation_prompt": not given.get("continue_final_message", False), **given}
     defaults = _template_defaults(tokenizer, args)
     return tokenizer.apply_chat_template(list(messages), tokenize=False, **args), args, defaults
 
@@ -109,15 +99,12 @@ def _template_defaults(tokenizer: Any, args: dict[str, Any]) -> dict[str, Any]:
 
     try:
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(tokenizer.get_chat_template())
-    except (
-        TemplateSyntaxError
-    ):  # a tag of Transformers' own: the template still renders, its variables stay unknown
+    except TemplateSyntaxError:  # a tag of Transformers' own: the template still renders, its variables stay unknown
         return {}
     reads = meta.find_undeclared_variables(tree) - _PROVIDED - set(tokenizer.special_tokens_map)
-    for name in args.keys() - reads - inspect.signature(tokenizer.apply_chat_template).parameters.keys():
-        near = get_close_matches(name, reads, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(sorted(reads))}"
-        raise ValueError(f"the chat template does not read {name!r}: {hint}")
+    for name in args.keys() - reads - _HANDLED:
+        otherwise = f"it reads {', '.join(sorted(reads))}"
+        raise ValueError(f"the chat template does not read {name!r}: {hint(name, reads, otherwise)}")
     defaults: dict[str, Any] = dict.fromkeys(sorted(reads - args.keys()), "not set")
     for call in tree.find_all(nodes.Filter):
         if call.name in ("default", "d") and isinstance(call.node, nodes.Name) and call.node.name in defaults:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddlab.sampling import Choice, Walk
-from ddlab.trace import Step
+from ddlab.sampling import Choice, Sampling, Walk
+from ddlab.trace import Step, new_header
 from ddlab.tree import DraftTree
 
 if TYPE_CHECKING:
-    from ddlab.pair import Pair
+    from ddlab.pair import Pair, Prompt
 
 DRAFT_BEST = 8  # how many of the drafter's candidates per depth a trace keeps
 
@@ -47,6 +47,21 @@ def describe_pair(pair: Pair) -> dict[str, Any]:
     return described
 
 
+def trace_header(
+    pair: Pair, sampling: Sampling, prompt: Prompt, first_token: int | None, **settings: Any
+) -> dict[str, Any]:
+    """The header of a trace: what ran, how it was set, and the exact prompt."""
+    noise = "Gumbel, Philox keyed by (seed, position)" if sampling.temperature else None
+    settings |= {
+        "temperature": sampling.temperature,
+        "tree_temperature": 1.0,  # the tree is built from the drafter's own probabilities
+        "seed": sampling.seed,
+        "noise": noise,
+        "logits_processor": [type(p).__name__ for p in sampling.processors or ()],
+    }
+    return new_header(pair=describe_pair(pair), settings=settings, prompt=prompt.to_dict(), first_token=first_token)
+
+
 def round_record(
     index: int,
     start: int,
@@ -62,15 +77,15 @@ def round_record(
     parents, tokens = (torch.from_numpy(x[1:].copy()).to(device) for x in (tree.parents, tree.tokens))
     node_log_prob = np.full(len(tree), np.nan, dtype=np.float32)
     node_log_prob[1:] = _numpy(choice.log_probs[parents, tokens])
-    best: dict[str, np.ndarray] = {}
+    best: dict[str, Any] = {}
     if drafted is not None and drafted.numel():
         top = torch.log_softmax(drafted.float(), -1).topk(min(DRAFT_BEST, drafted.shape[1]), -1)
-        best = {"draft_ids": top.indices.cpu().numpy(), "draft_log_probs": _numpy(top.values)}
+        best = {"draft_ids": _numpy(top.indices), "draft_log_probs": _numpy(top.values)}
     return Step(
         index=index,
         start=start,
         tree=tree,
-        target_choice=choice.tokens.cpu().numpy(),
+        target_choice=_numpy(choice.tokens),
         target_log_prob=_numpy(choice.log_prob),
         margin=_numpy(choice.margin),
         node_log_prob=node_log_prob,
@@ -85,4 +100,5 @@ def round_record(
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    return x.to(torch.float32).cpu().numpy()
+    """A copy that keeps no tensor alive; floats as float32."""
+    return (x.float() if x.is_floating_point() else x).cpu().numpy().copy()

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddlab.tokens import printable
 from ddlab.trace import Trace
 from ddlab.tracefile import plain
 from ddlab.views import acceptance, mask, page, path, rounds, setup, summary, tree
 
-NODES_DRAWN = (
-    8000  # of a trace; later rounds keep their line, but not their tree: a page of 100 MB helps nobody
-)
+NODES_DRAWN = 8000  # of a trace; later rounds keep their line, but not their tree: a page of 100 MB helps nobody
 
 
 def report(
@@ -27,21 +26,21 @@ def report(
     """Writes the report of one or several runs and returns its path.
 
     Args:
-        audits: one per trace, in their order (`ddlab.audit`, or the dict it was saved as); None for a trace without.
+        audits: one per trace, in their order: `ddlab.audit`, the dict it was saved as, or None.
 
     Raises:
         ValueError: no trace, or another number of audits than of traces.
         FileNotFoundError: the folder of `path` does not exist.
     """
     traces = [trace_or_traces] if isinstance(trace_or_traces, Trace) else list(trace_or_traces)
-    single = audits is not None and (isinstance(audits, dict) or not isinstance(audits, Sequence))
-    verdicts: list[Any] = [audits] if single else [None] * len(traces) if audits is None else list(audits)
     if not traces:
         raise ValueError("a report needs at least one trace")
+    if audits is None:
+        verdicts: list[Any] = [None] * len(traces)
+    else:
+        verdicts = list(audits) if isinstance(audits, Sequence) else [audits]
     if len(verdicts) != len(traces):
-        raise ValueError(
-            f"{len(verdicts)} audits for {len(traces)} traces: give one per trace, None for none"
-        )
+        raise ValueError(f"{len(verdicts)} audits for {len(traces)} traces: give one per trace, None for none")
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"no folder {target.parent} to write {target.name} into: create it first")
@@ -50,40 +49,56 @@ def report(
 
 def _title(traces: Sequence[Trace]) -> str:
     pairs = {str(trace.header.get("pair", {}).get("name") or "unnamed pair") for trace in traces}
-    return f"{', '.join(sorted(pairs))}: {', '.join(dict.fromkeys(trace.method for trace in traces))}"
+    methods = dict.fromkeys(trace.method for trace in traces)
+    return printable(f"{', '.join(sorted(pairs))}: {', '.join(methods)}")
 
 
 def _document(traces: Sequence[Trace], audits: Sequence[Any], title: str) -> str:
     names = summary.names(traces)
-    created = ", ".join(sorted({str(trace.header.get("created", "at an unknown time")) for trace in traces}))
+    created = min(str(trace.header.get("created", "at an unknown time")) for trace in traces)
+    created = created.replace("T", " ").replace("+00:00", " UTC")
     links = " · ".join(f'<a href="#run{i}">{page.escape(name)}</a>' for i, name in enumerate(names))
     body = [
         f"<h1>{page.escape(title)}</h1>",
-        f'<p class="soft">Speculative decoding, recorded {page.escape(created)}. Runs: {links}</p>',
-        "".join(_verdict(*run) for run in zip(traces, names, audits, strict=True)),
+        f'<p class="soft">Recorded {page.escape(created)}. Runs: {links} · <a href="#setup">setup</a></p>',
+        _headline(audits),
+        *(_verdict(*run) for run in zip(traces, names, audits, strict=True)),
         "<h2>Methods side by side</h2>",
         summary.summary_view(traces, audits).html,
+        '<h2 id="setup">Setup</h2>',
+        setup.setup_view(traces).html,
+        *(_run(i, trace, name) for i, (trace, name) in enumerate(zip(traces, names, strict=True))),
+        _data(traces, audits),
     ]
-    body += [_run(i, trace, name) for i, (trace, name) in enumerate(zip(traces, names, strict=True))]
-    body += ["<h2>Setup</h2>", setup.setup_view(traces).html, _data(traces, audits)]
     return page.document(title, f"<main>{''.join(body)}</main>")
 
 
+def _headline(audits: Sequence[Any]) -> str:
+    """The first thing to read: is this what the target says by itself?"""
+    wrong = sum(summary.verdict(audit) == "NOT EXACT" for audit in audits)
+    missing = sum(audit is None for audit in audits)
+    if wrong:
+        return f'<p class="bad">✕ {wrong} of {len(audits)} runs: not what the target itself would say.</p>'
+    if missing:
+        return f'<p class="few">– {missing} of {len(audits)} runs: not audited.</p>'
+    return '<p class="good">✓ Every run is what the target itself would say.</p>'
+
+
 def _verdict(trace: Trace, name: str, audit: Any) -> str:
-    """The first thing to read: is this text the target's own, and was every node what the target says alone?"""
     word = summary.verdict(audit)
     mark, style = {"exact": ("✓", "good"), "NOT EXACT": ("✕", "bad")}.get(word, ("–", "few"))
-    said = (
-        ""
-        if audit is None
-        else audit.to_text()
-        if hasattr(audit, "to_text")
-        else json.dumps(plain(audit), indent=1)
-    )
-    detail = f"<details{'' if word == 'exact' else ' open'}><summary>what was checked</summary><div><pre>"
-    detail = f"{detail}{page.escape(said)}</pre></div></details>" if said else ""
-    line = f'<p><span class="{style}">{mark} {word}</span> {page.escape(name)}</p>'
-    return f"{line}{page.notes(trace)[1]}{detail}"
+    line = f'<span class="{style}">{mark} {word}</span> <b>{page.escape(name)}</b>'
+    if audit is None:
+        return f"{page.notes(trace)[1]}<p>{line}</p>"
+    said = audit.to_text() if hasattr(audit, "to_text") else json.dumps(plain(audit), indent=1)
+    replayed, total = summary.field(audit, "nodes"), summary.field(audit, "nodes_total")
+    text = {True: "text equal to plain decoding", False: "text differs from plain decoding"}
+    parts = [text.get(summary.field(audit, "text_equal"), "")]
+    parts += [f"{replayed} of {total} nodes replayed"] if total is not None else []
+    brief = f'<span class="soft">{", ".join(part for part in parts if part)}</span>'
+    opened = "" if word == "exact" else " open"
+    detail = f"<summary>{line}{brief}</summary><div><pre>{page.escape(said)}</pre></div>"
+    return f"{page.notes(trace)[1]}<details{opened}>{detail}</details>"
 
 
 def _run(number: int, trace: Trace, name: str) -> str:
@@ -104,9 +119,7 @@ def _run(number: int, trace: Trace, name: str) -> str:
         drawn += len(step.tree)
         parts.append(_round(trace, step.index, drawn <= NODES_DRAWN))
     if drawn > NODES_DRAWN:
-        parts.append(
-            f'<p class="soft">Trees are drawn up to {NODES_DRAWN} nodes a run; the trace holds all of them.</p>'
-        )
+        parts.append(f'<p class="soft">Trees are drawn up to {NODES_DRAWN} nodes a run; the trace holds them all.</p>')
     return "".join(parts)
 
 
@@ -115,19 +128,18 @@ def _round(trace: Trace, number: int, draw: bool) -> str:
     flags = [f"edited: {', '.join(step.edited)}"] if step.edited else []
     flags += ["flattened"] if trace.settings.get("linear_state") == "flattened" else []
     flag = "".join(f' <span class="bad">{page.escape(said)}</span>' for said in flags)
-    line = (
-        f'<b>{number}</b><span class="soft">position {step.start}, {len(step.tree) - 1} drafted</span>'
-        f"<span>{step.accepted} accepted, {len(step.emitted)} new, {step.stop_reason}</span>"
-        f"<span>{rounds.round_html(trace, number)}</span>{flag}"
-    )
+    counts = (f"position {step.start}", f"{len(step.tree) - 1} drafted", f"{step.accepted} accepted")
+    line = f"<b>{number}</b>{''.join(f'<span>{count}</span>' for count in counts)}"
+    line += f"<span>{len(step.emitted)} new</span><span>{step.stop_reason}</span>"
+    line = f'<summary class="round">{line}<span>{rounds.round_html(trace, number)}{flag}</span></summary>'
     if not draw:
-        return f"<details><summary>{line}</summary></details>"
-    seen = f"<details><summary>what each node could see</summary><div>{mask.mask_html(trace, number)}</div></details>"
-    return f"<details><summary>{line}</summary><div>{tree.tree_html(trace, number)}{seen}</div></details>"
+        return f"<details>{line}</details>"
+    seen = f"<summary>what each node could see</summary><div>{mask.mask_html(trace, number)}</div>"
+    return f"<details>{line}<div>{tree.tree_html(trace, number)}<details>{seen}</details></div></details>"
 
 
 def _data(traces: Sequence[Trace], audits: Sequence[Any]) -> str:
-    """The figures for a program to read. `<` is written as an escape, so that no text can close the element."""
+    """The figures, for a program. `<` is written as an escape, so that no text can close the element."""
     runs = []
     for trace, audit in zip(traces, audits, strict=True):
         pace = summary.speed(trace)

@@ -1,8 +1,8 @@
 """The target's choice at each node, and the walk that follows it.
 
-With temperature the choice is the arg-max of ``logits + T * Gumbel noise``, a sample of ``softmax(logits / T)``. The noise
-depends on the seed and the absolute position of the chosen token alone, so plain decoding, DFlash and DDTree with one
-seed choose the same tokens, and losslessness is checked token by token at every temperature.
+With temperature the choice is the arg-max of ``logits + T * Gumbel noise``, a sample of ``softmax(logits / T)``. The
+noise depends on the seed and the absolute position of the chosen token alone, so plain decoding, DFlash and DDTree with
+one seed choose the same tokens, and losslessness is checked token by token at every temperature.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Step:
     tree: DraftTree
     target_choice: np.ndarray  # int64 [n]: the target's own token at each node
     target_log_prob: np.ndarray  # float32 [n]: of that choice, after processors and temperature
-    margin: np.ndarray  # float32 [n]: best minus second best of the target's raw logits
+    margin: np.ndarray  # float32 [n]: best minus second best of the scores that decided, in logits
     node_log_prob: np.ndarray  # float32 [n]: the target's, of the node's own token at its parent; root NaN
     path: tuple[int, ...]  # node indices, root .. last accepted
     bonus: int | None  # the target's token after the path; None when the round was cut before it
@@ -37,9 +37,7 @@ class Step:
     times: dict[str, float] = field(default_factory=dict)  # seconds: draft, tree, verify, accept, commit
     draft_ids: np.ndarray = field(default_factory=_nothing_drafted)  # int64 [depth, k]: the drafter's best
     draft_log_probs: np.ndarray = field(default_factory=_nothing_drafted)  # float [depth, k]
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # what a file holds beyond this version's fields: kept
+    extra: dict[str, Any] = field(default_factory=dict)  # what a file holds beyond this version's fields: kept
 
     @property
     def accepted(self) -> int:

@@ -193,6 +193,17 @@ def _show_char(char: str, first: bool) -> str:
     return char
 
 
+def printable(text: str) -> str:
+    """Running text in which characters that steer a terminal or turn its direction read as `⟨ESC⟩`."""
+    kept = "\n\t\u200c\u200d"  # line breaks; joiners, which emoji and some scripts are spelled with
+    return "".join(
+        _show_char(char, first=False)
+        if char not in kept and unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else char
+        for char in text
+    )
+
+
 def labels(table: Mapping[int, Token]) -> dict[int, str]:
     """Labels of all tokens of a table, all different: ids of the same bytes carry their number, `A⟨id 7⟩`."""
     plain = {token_id: token.label for token_id, token in table.items()}

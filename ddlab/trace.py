@@ -41,6 +41,9 @@ class Mean:
     def __float__(self) -> float:
         return float("nan") if self.value is None else self.value
 
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
+
     def __str__(self) -> str:
         counted = f"{self.rounds} round{'' if self.rounds == 1 else 's'}"
         return f"{self.name}: " + ("no rounds" if self.value is None else f"{self.value:.2f} ({counted})")
@@ -146,9 +149,7 @@ class Trace:
             if "verify" in phases:
                 said.append("The target's own logits were edited: the text need not be the target's own.")
         if self.lost_rounds:
-            said.append(
-                f"Rounds at the end that could not be read, the file stops before them: {self.lost_rounds}."
-            )
+            said.append(f"Rounds at the end that could not be read, the file stops before them: {self.lost_rounds}.")
         return said
 
     def differences(self, other: Trace) -> list[str]:
@@ -226,9 +227,7 @@ class Trace:
             except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}: round {number} is not as a trace has it ({error!r})") from error
             if step.index != number:
-                raise ValueError(
-                    f"{path}: round {step.index} in the place of round {number}: lines are missing"
-                )
+                raise ValueError(f"{path}: round {step.index} in the place of round {number}: lines are missing")
             trace.steps.append(step)
         return trace
 

@@ -63,6 +63,13 @@ class FolderWriter:
         self._lines.close()
         self._arrays.close()
 
+    def __del__(
+        self,
+    ) -> None:  # a run that is watched has no last line: files are closed with whoever wrote them
+        for name in ("_lines", "_arrays"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+
     def _put(self, record: Record) -> int:
         line = json.dumps(plain(record), separators=(",", ":"), allow_nan=False).encode("utf-8") + b"\n"
         _write_all(self._lines, line)

@@ -9,7 +9,7 @@ Which prefixes those are is a rule, so that a saved trace replays on every machi
 2. among equal scores the shallower prefix;
 3. among those the lexicographically smaller path of token ids.
 
-The log-probabilities are rounded to multiples of 2**-40 (9e-13), which makes float64 sums of them exact:
+The log-probabilities are rounded to multiples of 2**-38 (4e-12), which makes float64 sums of them exact:
 equal scores come from the drafter, never from a sum that lost its last bits.
 """
 
@@ -24,7 +24,7 @@ import numpy as np
 if TYPE_CHECKING:
     import graphviz
 
-_GRID = 2.0**40
+_GRID = 2.0**38
 _LOWEST = float(np.finfo(np.float64).min)  # a floor that every score but -inf reaches
 _DETOURS = 32  # nodes beside the greedy path from which the first estimate of the floor looks further
 
@@ -137,8 +137,8 @@ class DraftTree:
         return path[::-1]
 
     def to_graphviz(self, labels: list[str] | None = None) -> graphviz.Digraph:
-        """The tree as a graph, one label a node (default: the token ids). A label is drawn as it is, never read
-        as markup, escape or entity; a control character as its picture (a newline as ␊).
+        """The tree as a graph, one label a node (default: the token ids). A label is drawn as it is, never
+        read as markup, escape or entity; a control character as its picture (a newline as ␊).
 
         Raises ImportError where the graphviz package is missing, ValueError where labels are.
         """
@@ -186,22 +186,27 @@ def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int
     a floor under the ``budget``-th best score. Levels come shallow first, so a stable sort by score does the
     rest.
     """
-    floor = _score_floor(log_probs, budget) if budget and log_probs.size else _LOWEST
+    if not budget or not log_probs.size:
+        return DraftTree.from_parents([root_token], [-1])
+    greedy = np.concatenate(([0.0], log_probs[:, 0].cumsum()))  # [depth + 1] scores of the greedy path
+    once = greedy[:-1, None] + log_probs  # [depth, k] scores of the greedy path to a depth, then any token
+    floor = _score_floor(greedy, once, budget)
+    widths = np.count_nonzero(once >= floor, axis=1).tolist()  # no parent does better than the greedy path
     score = np.zeros(1)  # of the level's prefixes; at first of the root
     levels = [(score, np.array([0]), np.array([-1]))]  # score, parent (numbered through the levels), rank
     seen = 1
-    for row_ids, row in zip(ids, log_probs, strict=True) if budget else ():
-        width = np.count_nonzero(score.max() + row >= floor)  # ranks that the best parent can take
-        ranks = row_ids[:width].argsort()  # by id, so that nonzero() walks the children in path order
+    for row_ids, row, width in zip(ids, log_probs, widths, strict=True):
+        ranks = row_ids[:width].argsort()  # by id, which leaves the children in path order
         living = np.flatnonzero(score + row[0] >= floor)
-        total = score[living, None] + row[ranks]  # [living, width]
-        above, column = np.nonzero(total >= floor)
-        if not above.size:
+        total = (score[living, None] + row[ranks]).ravel()  # [living * width]
+        children = np.flatnonzero(total >= floor)
+        if not children.size:
             break
-        parent, score = living[above] + seen - score.size, total[above, column]
+        above, column = np.divmod(children, width)
+        parent, score = living[above] + (seen - score.size), total[children]
         levels.append((score, parent, ranks[column]))
         seen += score.size
-        if seen > 2 * budget:  # many detours: the floor was low
+        if seen > 2 * budget:  # prefixes with many detours: the floor was low
             floor = max(floor, _nth_best(np.concatenate([level[0] for level in levels[1:]]), budget))
     score, parent, rank = (np.concatenate(column) for column in zip(*levels, strict=True))
     order = np.argsort(-score, kind="stable")[: budget + 1]  # the root stays first: no score is above its 0
@@ -214,24 +219,23 @@ def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int
     return DraftTree(tokens, parents, depth, score[order], rank)
 
 
-def _score_floor(log_probs: np.ndarray, budget: int) -> float:
+def _score_floor(greedy: np.ndarray, once: np.ndarray, budget: int) -> float:
     """A score that at least ``budget`` prefixes reach, near the ``budget``-th best one.
 
     Few of the best prefixes leave the greedy path more than twice, and those that do so once or twice need no
     search: a detour costs the same before every continuation, so two detours are a sum of one and one.
     """
-    greedy = np.concatenate(([0.0], log_probs[:, 0].cumsum()))  # [depth + 1] greedy scores by length
-    once = greedy[:-1, None] + log_probs  # [depth, k] greedy down to a depth, then any token
-    floor = _nth_best(once.ravel(), budget)
-    at, rank = np.nonzero(once >= floor)
-    once = once[at, rank]
+    scores = once.ravel()
+    floor = _nth_best(scores, budget)
+    reached = np.flatnonzero(scores >= floor)
+    scores, (at, rank) = scores[reached], np.divmod(reached, once.shape[1])
     detours = np.flatnonzero(rank)
-    detours = detours[np.argsort(-once[detours])[:_DETOURS]]
+    detours = detours[np.argsort(-scores[detours])[:_DETOURS]]
     length = at[detours] + 1
-    twice = (once[detours] - greedy[length])[:, None] + once  # [detours, once]
+    twice = (scores[detours] - greedy[length])[:, None] + scores  # [detours, reached]
     twice = twice[(at >= length[:, None]) & (twice >= floor)]
-    floor = _nth_best(np.concatenate((once, twice)), budget)
-    return max(floor * (1 + 2.0**-44), _LOWEST)  # below -8192 sums do round, and here in another order
+    floor = _nth_best(np.concatenate((scores, twice)), budget)
+    return max(floor * (1 + 2.0**-44), _LOWEST)  # below -32768 sums do round, and here in another order
 
 
 def _nth_best(scores: np.ndarray, n: int) -> float:
@@ -265,7 +269,7 @@ def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
         broken = np.flatnonzero(~(peak < np.inf))
         if broken.size:
             found = "NaN" if np.isnan(peak[broken[0], 0]) else "+inf"
-            raise ValueError(f"{found} in draft logits, depth row {broken[0]}: a broken drafter or an overflow")
+            raise ValueError(f"{found} in the draft logits, depth row {broken[0]}: the drafter is broken")
         depth = int(np.cumprod(peak > -np.inf).sum())
         ids, log_probs = ids[:depth], log_probs[:depth]
         last = log_probs[:, -1]

@@ -7,7 +7,6 @@ So an interrupted forward costs nothing, and going back is dropping what came af
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ LINEAR_STATES = ("exact", "flattened")
 class Committed:
     """The committed text as the target holds it: how many tokens, and the states of the linear layers after them.
 
-    ``linear``: per layer (conv window [1, channels, kernel], recurrent state [1, v_heads, k_dim, v_dim]), or None for an
-    attention layer or an empty text. The tensors are never written to, so keeping this object is keeping a snapshot.
+    ``linear``: per layer (conv window [1, channels, kernel], recurrent state [1, v_heads, k_dim, v_dim]), or None for
+    an attention layer or an empty text. The tensors are never written to, so keeping this object keeps a snapshot.
     """
 
     length: int
@@ -61,9 +60,7 @@ class _KeyValues(CacheLayerMixin):
         self.values = value_states.new_empty((*value_states.shape[:2], 0, value_states.shape[3]))
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.cache.committed.length
@@ -102,7 +99,9 @@ class _LinearState:
     """What the forward under way did in one gated-delta-net layer; the committed states live in :class:`Committed`."""
 
     def __init__(self) -> None:
-        self.columns: Tensor | None = None  # [1, channels, kernel + n], or [1, channels, n] for the first rows of a text
+        self.columns: Tensor | None = (
+            None  # [1, channels, kernel + n], or [1, channels, n] for the first rows of a text
+        )
         self.kernel = 0
         self.after: Tensor | TreeWrites | None = None
 
@@ -143,7 +142,12 @@ class TargetCache(Cache):
         return None if state is None else state[1]
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int = 0,
+        **kwargs: Any,
     ) -> Tensor:
         layer, window = self.layers[layer_idx], self.get_conv_state(layer_idx)
         layer.kernel = conv_kernel_size
@@ -195,7 +199,11 @@ class TargetCache(Cache):
 
 
 def tree_masks(
-    tree: DraftTree, start: int, kinds: Sequence[tuple[str, int | None]], dtype: torch.dtype, device: torch.device
+    tree: DraftTree,
+    start: int,
+    kinds: Sequence[tuple[str, int | None]],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Additive masks [1, 1, n, keys] by layer kind: 0 where a row may look, the dtype's minimum elsewhere.
 
@@ -232,20 +240,28 @@ class TargetState:
     def __init__(self, pair: Pair, linear_state: str = "exact", tapped: bool = False):
         self.pair, self.linear_state, self.tapped = pair, linear_state, tapped
         self.cache = TargetCache(pair, flattened=linear_state == "flattened")
-        self.features: Tensor | None = None  # [rows, taps * hidden] of the last forward
+        self._features: Tensor | None = None
         attention = dict.fromkeys(zip(pair.layer_types, pair.windows, strict=True))
         self._kinds = [(kind, window) for kind, window in attention if kind != "linear_attention"]
         if len({kind for kind, _ in self._kinds}) != len(self._kinds):
-            raise ValueError(f"layers of one kind have different windows, which no mask by kind can express: {self._kinds}")
+            raise ValueError(
+                f"layers of one kind have different windows, which no mask by kind can express: {self._kinds}"
+            )
         for layer, kind in zip(pair.layers, pair.layer_types, strict=True):
             if kind == "linear_attention":
-                teach_tree_rows(layer.linear_attn)
-        self._last_only = "logits_to_keep" in inspect.signature(pair.target.forward).parameters
+                teach_tree_rows(layer.linear_attn)  # type: ignore[arg-type]
 
     @property
     def length(self) -> int:
         """Tokens whose keys, values and states are committed."""
         return self.cache.committed.length
+
+    @property
+    def tapped_features(self) -> Tensor:
+        """The drafter's context features of the last forward, [rows, taps * hidden]."""
+        if self._features is None:
+            raise RuntimeError("no features: this state was made without tapped=True, or nothing has run")
+        return self._features
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Run tokens that are text already and commit them. Returns the last token's logits [vocab]."""
@@ -289,7 +305,7 @@ class TargetState:
     def _forward(self, ids: Any, positions: Tensor, *, last_only: bool = False, **keywords: Any) -> Tensor:
         pair = self.pair
         tap = pair.tap() if self.tapped else nullcontext()
-        if last_only and self._last_only:
+        if last_only and pair.keeps_logits:
             keywords["logits_to_keep"] = 1
         with tap as tapped:
             out = pair.target(
@@ -299,7 +315,7 @@ class TargetState:
                 use_cache=True,
                 **keywords,
             )
-        self.features = None if tapped is None else tapped.features()
+        self._features = None if tapped is None else tapped.features()
         logits = out.logits[0]  # [n, vocab]
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 

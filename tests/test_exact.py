@@ -121,7 +121,7 @@ def test_rounds_after_each_other_leave_the_caches_of_plain_decoding(kind: str) -
         decoder.step()
     tree = tree_of([-1, 0, 1, 0, 3, 3, 2], 7, models.VOCAB).with_root(decoder.ids[-1])
     fork = decoder.fork()
-    logits = fork._target.verify(tree)
+    logits = fork._text.target.verify(tree)
     assert worst(logits, path_logits(pair, decoder.ids[:-1], tree)) < 1e-4
 
 
@@ -172,7 +172,7 @@ def test_a_spine_accepts_exactly_what_the_chain_does_and_leaves_the_same_state(k
         decoder = Decoder(pair, method, budget=5, max_new_tokens=40, stop_token_ids=())
         decoder.register_hook("draft", sharp)
         runs.append(list(decoder.run(text[:3])))
-        runs.append(decoder._target.cache.committed)
+        runs.append(decoder._text.target.cache.committed)
     chain, chain_state, spine, spine_state = runs
     assert [s.emitted for s in chain] == [s.emitted for s in spine]
     for mine, its in zip(chain_state.linear, spine_state.linear, strict=True):
@@ -208,7 +208,13 @@ def test_flattened_states_are_found_out_by_the_audit_and_exact_ones_are_not(temp
     verdicts = {}
     for state in ("exact", "flattened"):
         decoder = Decoder(
-            pair, "ddtree", budget=24, temperature=temperature, max_new_tokens=32, stop_token_ids=(), linear_state=state
+            pair,
+            "ddtree",
+            budget=24,
+            temperature=temperature,
+            max_new_tokens=32,
+            stop_token_ids=(),
+            linear_state=state,
         )
         decoder.register_hook("draft", scripted(text, 6, models.VOCAB, "mixed", seed=5))
         list(decoder.run(text[:4]))

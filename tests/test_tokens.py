@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -188,7 +189,7 @@ def test_half_a_character_at_the_end_is_held_back():
 def test_streamed_text_only_ever_grows(raws):
     table = {i: Token(i, raw) for i, raw in enumerate(raws)}
     texts = [tokens.join_text(range(n), table) for n in range(len(raws) + 1)]
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
 @given(st.lists(st.binary(max_size=4), max_size=12))

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ddlab.tree import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddlab import tracefile
 from ddlab.tokens import Token
 from ddlab.trace import SCHEMA_VERSION, Step, Trace, TraceWriter, new_header
+from ddlab.tree import DraftTree
 
 VOCAB = 97
 MAX_NEW = 1000
@@ -31,7 +31,7 @@ def letters(ids):
 
 
 def make_step(seed, index, start=None, nodes=7, stop_reason="mismatch", depth=5, best=4, vocab=VOCAB):
-    """A round as an engine would record it: a random tree, a path down it, and random numbers beside the nodes."""
+    """A round as an engine would record it: a random tree, a path down it, random numbers at its nodes."""
     rng = np.random.default_rng([seed, index])
     parents, tokens, taken = [-1], [int(rng.integers(4, vocab - 1))], set()
     while len(parents) <= nodes:
@@ -161,9 +161,7 @@ def test_the_files_are_utf8_json_lines_and_safetensors(tmp_path):
 
     folder = make_trace(2).save(tmp_path / "run")
     blobs = (folder / "rounds.bin").read_bytes()
-    lines = [
-        json.loads(line) for line in (folder / "trace.jsonl").read_bytes().decode("utf-8").split("\n")[:-1]
-    ]
+    lines = [json.loads(line) for line in (folder / "trace.jsonl").read_bytes().decode("utf-8").split("\n")[:-1]]
     assert lines[0]["schema_version"] == SCHEMA_VERSION
     assert sorted(entry.name for entry in folder.iterdir()) == ["rounds.bin", "trace.jsonl"]
     for line in lines[1:]:
@@ -225,9 +223,7 @@ def test_a_trace_cut_at_any_byte_keeps_the_rounds_before_the_cut(tmp_path_factor
         for line in (folder / "trace.jsonl").read_bytes().splitlines(keepends=True)[1:]
         if b"\n" in line
     ]
-    whole_rounds = sum(
-        line["offset"] + line["length"] <= (folder / "rounds.bin").stat().st_size for line in lines
-    )
+    whole_rounds = sum(line["offset"] + line["length"] <= (folder / "rounds.bin").stat().st_size for line in lines)
     # a last line may be whole without its newline
     assert whole_rounds <= loaded.rounds <= whole_rounds + (name == "trace.jsonl")
 
@@ -313,9 +309,7 @@ def test_a_missing_or_odd_schema_version_is_refused(tmp_path, version):
     folder = make_trace(1).save(tmp_path / "run")
     with_header(
         folder,
-        lambda header: (
-            header.update(schema_version=version) if version is not None else header.pop("schema_version")
-        ),
+        lambda header: header.update(schema_version=version) if version is not None else header.pop("schema_version"),
     )
     with pytest.raises(ValueError, match="no schema_version"):
         Trace.load(folder)
@@ -335,9 +329,7 @@ def test_a_trace_loads_where_torch_and_transformers_cannot_be_imported(tmp_path)
         trace = ddlab.Trace.load(sys.argv[1])
         print(trace.rounds, len(trace.to_text(trees=True)) > 0)
     """)
-    child = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
-    )
+    child = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert child.stdout.split() == ["2", "True"]
 
 
@@ -448,6 +440,7 @@ def test_both_counts_have_names_and_rounds():
     assert [step.accepted for step in trace.steps] == accepted
     assert str(trace.accepted_drafts) == f"accepted drafts per round: {sum(accepted) / 5:.2f} (5 rounds)"
     assert str(trace.tokens_per_round) == f"tokens per round: {sum(accepted) / 5 + 1:.2f} (5 rounds)"
+    assert f"{trace.tokens_per_round:.1f}" == f"{sum(accepted) / 5 + 1:.1f}"
     assert not trace.tokens_per_round.enough
 
 

@@ -97,7 +97,7 @@ def fuse_norms(model: nn.Module) -> None:
     """RMSNorm as one kernel in the input's dtype; the classes of Transformers spell it in five."""
 
     def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), norm.weight.to(x.dtype), norm.variance_epsilon)
+        return F.rms_norm(x, (x.shape[-1],), norm.weight.to(x.dtype), norm.variance_epsilon).to(x.dtype)
 
     for module in model.modules():
         if type(module).__name__ in ("LlamaRMSNorm", "MuseGlimmerAssistantRMSNorm"):

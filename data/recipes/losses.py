@@ -119,7 +119,13 @@ if triton is not None:
         r = tl.program_id(0).to(tl.int64)
         o = tl.arange(0, BLOCK)
         label = tl.load(LABEL + r).to(tl.int32)
-        m_s, z_s, m_t, z_t, dot, own, best = -1e30, 0.0, -1e30, 0.0, 0.0, 0.0, 0
+        m_s = -1e30
+        z_s = 0.0
+        m_t = -1e30
+        z_t = 0.0
+        dot = 0.0
+        own = 0.0
+        best = 0
         for c in range(0, rows, BLOCK):
             ok = c + o < rows
             s = tl.load(S + r * rows + c + o, mask=ok, other=-1e30).to(tl.float32)
@@ -148,7 +154,9 @@ if triton is not None:
         r = tl.program_id(0).to(tl.int64)
         o = tl.arange(0, BLOCK)
         label = tl.load(LABEL + r).to(tl.int32)
-        weight, log_z, log_t = tl.load(WEIGHT + r), tl.load(LOG_Z + r), tl.load(LOG_T + r)
+        weight = tl.load(WEIGHT + r)
+        log_z = tl.load(LOG_Z + r)
+        log_t = tl.load(LOG_T + r)
         for c in range(0, rows, BLOCK):
             ok = c + o < rows
             s = tl.load(S + r * rows + c + o, mask=ok, other=-1e30).to(tl.float32)

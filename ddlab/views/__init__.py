@@ -1,4 +1,4 @@
-"""Views: pure functions of a trace, each as text and as HTML. A view takes no model and touches no network."""
+"""Views: pure functions of a trace, each as text and as HTML; no model, no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text as rounds made it: which tokens were drafts, which the target's own, and where each round begins."""
+"""The text as rounds made it: which tokens were drafts, which the target's own, where a round begins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pieces(trace: Trace) -> list[Piece]:
 
 
 def path_view(trace: Trace, *, prompt: bool = True) -> View:
-    """The text coloured by round. Drafts are underlined, the target's own tokens bold with a dotted underline."""
+    """The text coloured by round: drafts underlined, the target's own tokens bold over a dotted line."""
     note_text, note_html = notes(trace)
     shown = [piece for piece in pieces(trace) if prompt or piece.kind != "prompt"]
     return View(
@@ -51,7 +51,7 @@ def path_view(trace: Trace, *, prompt: bool = True) -> View:
 
 
 def _as_text(shown: list[Piece]) -> str:
-    """A line for the prompt, one for the first token, then one a round; the target's own tokens in brackets."""
+    """A line for the prompt, one for the first token, one a round; the target's own tokens in brackets."""
     lines: dict[str, list[str]] = {}
     for piece in shown:
         name = piece.kind if piece.round is None else f"{piece.round:>5}"
@@ -71,14 +71,10 @@ def _as_html(shown: list[Piece]) -> str:
 
 
 def _visible(piece: Piece) -> str:
-    """Running text, with a small mark where a token is no text, a part of a character, or a line break."""
-    if not piece.text or not piece.text.isprintable():
-        if piece.text and not piece.text.strip("\n"):
-            return "<i>↵</i>" * len(piece.text) + "\n" * len(piece.text)
-        if piece.text and all(char.isprintable() or char == "\n" for char in piece.text):
-            return escape(piece.text).replace("\n", "<i>↵</i>\n")
-        return f"<i>{escape(piece.label)}</i>"
-    return escape(piece.text)
+    """Running text; a line break also has a mark, and what draws nothing is shown as its label."""
+    if piece.text and all(char.isprintable() or char == "\n" for char in piece.text):
+        return escape(piece.text).replace("\n", "<i>↵</i>\n")
+    return f"<i>{escape(piece.label)}</i>"
 
 
 def _legend() -> str:
@@ -88,9 +84,10 @@ def _legend() -> str:
         "d": "accepted draft",
         "b": "the target's own token, one a round",
     }
-    swatches = "".join(f'<span><bdi class="{kind}">word</bdi> {said}</span>' for kind, said in kinds.items())
+    swatch = '<span><span class="text"><bdi class="{}">word</bdi></span> {}</span>'
+    swatches = "".join(swatch.format(kind, said) for kind, said in kinds.items())
     tints = "".join(f'<span class="t{i}">&nbsp;{i}&nbsp;</span>' for i in range(TINTS))
-    return f'<div class="legend text-legend">{swatches}<span>{tints} a tint and a number for each round</span></div>'
+    return f'<div class="legend">{swatches}<span>{tints} a tint and a number for each round</span></div>'
 
 
 LEGEND = _legend()

@@ -11,52 +11,56 @@ from ddlab.views.tree import tree_view
 
 def trace_text(trace: Trace, *, trees: bool = False) -> str:
     """Settings, prompt, every round with its tokens and its end, the counts and the text."""
-    settings = trace.settings
-    budget = settings.get("budget")
-    name = trace.header.get("pair", {}).get("name") or "unnamed pair"
-    head = [trace.method, *([f"budget {budget}"] if budget is not None else []), str(name)]
-    head.append(f"temperature {settings.get('temperature', '?')}, seed {settings.get('seed', '?')}")
-    lines = [*notes(trace)[0].splitlines(), " · ".join(head)]
-    lines.append(f"prompt ({len(trace.prompt_ids)} tokens): {_labels(trace, trace.prompt_ids)}")
-    if trace.first_token is not None:
-        lines.append(
-            f"first token, from the prompt's forward: {tokens.show(trace.first_token, trace.token_text)}"
-        )
-    lines += ["", round_header()] if trace.steps else []
+    lines = head_lines(trace)
     for step in trace.steps:
         lines.append(round_text(trace, step.index))
         if trees:
             lines += [f"    {line}" for line in tree_view(trace, step.index).text.splitlines()]
-    lines += ["", describe(trace.accepted_drafts), describe(trace.tokens_per_round)]
-    lines.append(f"{len(trace.output_ids)} new tokens, {trace.finished or 'not finished'}")
-    return "\n".join([*lines, "", trace.text])
+    return "\n".join([*lines, *tail_lines(trace)])
 
 
-def round_header() -> str:
-    return "round  position  drafted  accepted  new  stop        tokens: drafts, then [the target's own]"
+def head_lines(trace: Trace) -> list[str]:
+    """What a run is, before its rounds; ends with the head of the table of rounds."""
+    settings, budget = trace.settings, trace.settings.get("budget")
+    parts = [trace.method, *([f"budget {budget}"] if budget is not None else [])]
+    parts.append(str(trace.header.get("pair", {}).get("name") or "unnamed pair"))
+    parts.append(f"temperature {settings.get('temperature', '?')}, seed {settings.get('seed', '?')}")
+    prompt = "".join(tokens.show(id, trace.token_text) for id in trace.prompt_ids)
+    lines = [
+        *notes(trace)[0].splitlines(),
+        " · ".join(parts),
+        f"prompt ({len(trace.prompt_ids)} tokens): {prompt}",
+    ]
+    if trace.first_token is not None:
+        first = tokens.show(trace.first_token, trace.token_text)
+        lines.append(f"first token, from the prompt's forward: {first}")
+    return [
+        *lines,
+        "",
+        "round  position  drafted  accepted  new  stop        drafts, then [the target's own]",
+    ]
+
+
+def tail_lines(trace: Trace) -> list[str]:
+    """What came of it, after the rounds; ends with the text."""
+    counts = [describe(trace.accepted_drafts), describe(trace.tokens_per_round)]
+    end = f"{len(trace.output_ids)} new tokens, {trace.finished or 'not finished'}"
+    return ["", *counts, end, "", tokens.printable(trace.text)]
 
 
 def round_text(trace: Trace, round: int) -> str:
     """One line: counts, stop reason, and every token that the round added."""
     step = trace.steps[round]
-    drafts = [tokens.show(token, trace.token_text) for token in step.emitted[: step.accepted]]
-    own = [f"[{tokens.show(token, trace.token_text)}]" for token in step.emitted[step.accepted :]]
-    labels = " ".join(drafts + own)
+    labels = [tokens.show(id, trace.token_text) for id in step.emitted]
+    shown = [*labels[: step.accepted], *(f"[{label}]" for label in labels[step.accepted :])]
+    drafted, new = len(step.tree) - 1, len(step.emitted)
+    counts = f"{step.index:>5}  {step.start:>8}  {drafted:>7}  {step.accepted:>8}  {new:>3}"
     edited = f"  (edited: {', '.join(step.edited)})" if step.edited else ""
-    return (
-        f"{step.index:>5}  {step.start:>8}  {len(step.tree) - 1:>7}  {step.accepted:>8}  {len(step.emitted):>3}  "
-        f"{step.stop_reason:<10}  {labels}{edited}"
-    )
+    return f"{counts}  {step.stop_reason:<10}  {' '.join(shown)}{edited}"
 
 
 def round_html(trace: Trace, round: int) -> str:
     """The tokens that a round added, drafts plain and the target's own in brackets."""
     step = trace.steps[round]
-    shown = [
-        (tokens.show(id, trace.token_text), place >= step.accepted) for place, id in enumerate(step.emitted)
-    ]
-    return " ".join(token(f"[{label}]" if own else label) for label, own in shown)
-
-
-def _labels(trace: Trace, ids: list[int]) -> str:
-    return "".join(tokens.show(token, trace.token_text) for token in ids)
+    labels = [tokens.show(id, trace.token_text) for id in step.emitted]
+    return " ".join(token(f"[{x}]" if place >= step.accepted else x) for place, x in enumerate(labels))

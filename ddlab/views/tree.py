@@ -1,4 +1,4 @@
-"""The tree of one round: what was drafted, how likely draft and target held it, which path was taken, where it ended."""
+"""The tree of one round: what was drafted, how likely both models held it, which path was taken."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddlab import tokens
 from ddlab.step import Step
 from ddlab.trace import Trace
-from ddlab.views.page import View, escape, notes, shorten, token
+from ddlab.views.page import View, escape, label, notes, shorten, svg, token
 
 COLUMN, ROW = 92, 17  # pixels of a depth and of a leaf in the picture
 
@@ -21,33 +21,27 @@ class Node:
     node: int
     depth: int
     label: str
-    draft_prob: (
-        float | None
-    )  # of the token at its depth: the drafter has one distribution per depth, whatever the path
+    draft_prob: float | None  # of the token at its depth: a drafter has one distribution a depth, whatever the path
     path_prob: float | None  # product of those from the root
     rank: int | None  # among the drafter's tokens at that depth, 0 = first
     target_prob: float | None  # the target's, after the node's parent
-    mark: (
-        str  # "root" | "accepted" | "missed": what the target would choose here, but the path never came | ""
-    )
+    mark: str  # "root" | "accepted" | "" | "missed": the target would choose it there, but the path never came
     children: tuple[int, ...]
 
 
 def nodes(step: Step, trace: Trace) -> list[Node]:
-    """Every node of a round's tree, in the tree's own order. Children on the path come first, then the likeliest."""
+    """Every node of a round's tree, in the tree's order; of its children one on the path comes first."""
     tree, path, out = step.tree, set(step.path), []
     for node in range(len(tree)):
         parent = int(tree.parents[node])
         chosen = parent >= 0 and int(step.target_choice[parent]) == int(tree.tokens[node])
-        children = sorted(
-            (int(child) for child in tree.children(node)), key=lambda child: (child not in path, child)
-        )
+        children = sorted(map(int, tree.children(node)), key=lambda child: (child not in path, child))
         out.append(
             Node(
                 node=node,
                 depth=int(tree.depth[node]),
                 label=tokens.show(int(tree.tokens[node]), trace.token_text),
-                draft_prob=_prob(tree.log_prob[node] - tree.log_prob[parent]) if node else None,
+                draft_prob=_prob(float(tree.log_prob[node]) - float(tree.log_prob[parent])) if node else None,
                 path_prob=_prob(tree.log_prob[node]) if node else None,
                 rank=int(tree.rank[node]) if tree.rank[node] >= 0 else None,
                 target_prob=_prob(step.node_log_prob[node]) if node else None,
@@ -86,7 +80,7 @@ def heading(step: Step) -> str:
 
 
 def tree_view(trace: Trace, round: int) -> View:
-    """The tree of a round as a nested list and, in HTML, also as a picture. Raises IndexError for a round not there."""
+    """The tree of a round as a nested list and, in HTML, as a picture; IndexError for an unknown round."""
     step, (note_text, note_html) = trace.steps[round], notes(trace)
     rows = nodes(step, trace)
     said = f"{heading(step)}\n{outcome(step, trace)}"
@@ -104,8 +98,9 @@ def tree_html(trace: Trace, round: int) -> str:
     step = trace.steps[round]
     rows = nodes(step, trace)
     picture = _picture(step, rows, trace) if len(rows) > 1 else ""
-    nested = f"<details><summary>every node, as a list</summary><div>{_nested_list(step, rows, trace)}</div></details>"
-    return f"<p>{escape(outcome(step, trace))}</p>{picture}{nested}"
+    nested = _nested_list(step, rows, trace)
+    listed = f"<details><summary>every node, as a list</summary><div>{nested}</div></details>"
+    return f'<p class="wide">{escape(outcome(step, trace))}</p>{picture}{listed}'
 
 
 # ---- text --------------------------------------------------------------------------------------
@@ -120,14 +115,10 @@ def _text_lines(step: Step, rows: list[Node], trace: Trace) -> list[str]:
         numbers = "" if node.mark == "root" else _numbers(node)
         lines.append((f"{lead}{branch}{_MARKS[node.mark]} {node.label}", numbers))
         below = lead + ("" if not branch else "│ " if branch == "├─" else "  ")
-        own = step.bonus is not None and node.node == step.path[-1]
-        if own:
-            assert step.bonus is not None
-            number = (
-                f"            target {_percent(_prob(step.target_log_prob[node.node]))}  (the target's own)"
-            )
+        if step.bonus is not None and node.node == step.path[-1]:
+            said = f"{'':16} target {_percent(_prob(step.target_log_prob[node.node])):>5}  the target's own"
             tail = "├─" if node.children else "└─"
-            lines.append((f"{below}{tail}→ {tokens.show(step.bonus, trace.token_text)}", number))
+            lines.append((f"{below}{tail}→ {tokens.show(step.bonus, trace.token_text)}", said))
         for position, child in enumerate(node.children):
             walk(rows[child], below, "└─" if position == len(node.children) - 1 else "├─")
 
@@ -143,9 +134,8 @@ def _numbers(node: Node) -> str:
 
 def _width(text: str) -> int:
     """Columns of a terminal: wide characters take two, accents none."""
-    return sum(
-        0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
-    )
+    widths = (2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text if not unicodedata.combining(c))
+    return sum(widths)
 
 
 # ---- HTML --------------------------------------------------------------------------------------
@@ -154,20 +144,19 @@ def _width(text: str) -> int:
 def _nested_list(step: Step, rows: list[Node], trace: Trace) -> str:
     classes = {"root": "", "accepted": "yes", "missed": "late", "": ""}
 
+    def line(style: str, mark: str, name: str, numbers: str) -> str:
+        opened = f'<div class="{style}">' if style else "<div>"
+        return f'{opened}<i>{mark}</i>{token(name)}<span class="num">{numbers}</span></div>'
+
     def item(node: Node) -> str:
-        numbers = "root" if node.mark == "root" else _numbers(node)
-        line = f'<span class="mark">{_MARKS[node.mark]}</span>{token(node.label)}<span class="num">{numbers}</span>'
+        numbers = "root" if node.mark == "root" else escape(_numbers(node))
         inner = [item(rows[child]) for child in node.children]
         if step.bonus is not None and node.node == step.path[-1]:
-            prob = _percent(_prob(step.target_log_prob[node.node]))
-            own = token(tokens.show(step.bonus, trace.token_text))
-            inner.insert(
-                0,
-                f'<li><div class="out"><span class="mark">→</span>{own}'
-                f'<span class="num">the target\'s own, {prob:>5}</span></div>',
-            )
+            prob = escape(_percent(_prob(step.target_log_prob[node.node])))
+            own = tokens.show(step.bonus, trace.token_text)
+            inner.insert(0, f"<li>{line('out', '→', own, f'the target&#x27;s own  target {prob:>5}')}</li>")
         below = f"<ul>{''.join(inner)}</ul>" if inner else ""
-        return f'<li><div class="{classes[node.mark]}">{line}</div>{below}'
+        return f"<li>{line(classes[node.mark], _MARKS[node.mark], node.label, numbers)}{below}</li>"
 
     return f'<ul class="tree">{item(rows[0])}</ul>'
 
@@ -182,43 +171,41 @@ def _picture(step: Step, rows: list[Node], trace: Trace) -> str:
         row = next_row
         place[node.node] = (node.depth, row)
         if step.bonus is not None and node.node == step.path[-1]:
-            place[-1] = (node.depth + 1, row)  # the target's own token goes straight on
+            place[_OWN] = (node.depth + 1, row)  # the target's own token goes straight on
             next_row += 1
         for child in node.children:
             put(rows[child])
         next_row = max(next_row, row + 1)
 
     put(rows[0])
-    parents = {node.node: int(step.tree.parents[node.node]) for node in rows} | {-1: step.path[-1]}
+    parents = {node.node: int(step.tree.parents[node.node]) for node in rows} | {_OWN: step.path[-1]}
     edges, marks = [], []
     for node, (depth, row) in place.items():
-        x, y = 10 + depth * COLUMN, 12 + row * ROW
-        taken = node == -1 or rows[node].mark in ("accepted", "root")
+        x, y = 10 + depth * COLUMN, 20 + row * ROW
+        mark = "bonus" if node == _OWN else rows[node].mark
         if node != 0:
-            px, py = place[parents[node]]
-            px, py = 10 + px * COLUMN, 12 + py * ROW
-            bend = f"M{px} {py}V{y - 5}q0 5 5 5H{x}" if py != y else f"M{px} {py}H{x}"
-            colour = "var(--bonus)" if node == -1 else "var(--accepted)" if taken else "var(--line)"
-            width, dash = ("2.5", "") if taken else ("1", "")
-            dash = ' stroke-dasharray="3 3"' if node == -1 else dash
-            edges.append(f'<path d="{bend}" stroke="{colour}" stroke-width="{width}"{dash}/>')
-        if node == -1:
-            label, tip = tokens.show(step.bonus or 0, trace.token_text), "the target's own token"
-            marks.append(_shape("bonus", x, y))
+            from_depth, from_row = place[parents[node]]
+            bend = f"M{10 + from_depth * COLUMN} {20 + from_row * ROW}"
+            bend += f"H{x}" if from_row == row else f"V{y - 5}q0 5 5 5H{x}"
+            edges.append(f'<path d="{bend}"{_EDGES.get(mark, "")}/>')
+        if node == _OWN:
+            name, tip = tokens.show(step.bonus or 0, trace.token_text), "the target's own token"
         else:
-            label, tip = rows[node].label, _tip(rows[node])
-            marks.append(_shape(rows[node].mark, x, y))
-        bold = ' font-weight="700"' if taken else ""
-        full = escape(f"{label}  {tip}")
-        marks.append(
-            f'<text x="{x + 7}" y="{y + 3.5}"{bold}>{escape(shorten(label))}<title>{full}</title></text>'
-        )
+            name, tip = rows[node].label, _tip(rows[node])
+        taken = mark in ("root", "accepted", "bonus")
+        marks.append(_shape(mark, x, y))
+        marks.append(label(x + 7, y - 4, shorten(name), "on" if taken else "", f"{name}  {tip}"))
     width = 24 + (max(depth for depth, _ in place.values()) + 1) * COLUMN
     height = 14 + ROW * (1 + max(row for _, row in place.values()))
-    return (
-        f'<div class="scroll"><svg width="{width}" height="{height}" role="img" aria-label="{escape(heading(step))}">'
-        f'<g fill="none">{"".join(edges)}</g>{"".join(marks)}</svg></div>'
-    )
+    body = f'<g fill="none" stroke="var(--edge)">{"".join(edges)}</g>{"".join(marks)}'
+    return f'<div class="scroll">{svg(width, height, heading(step), body)}</div>'
+
+
+_OWN = -1  # the place of the target's own token, which is no node
+_EDGES = {
+    "accepted": ' stroke="var(--accepted)" stroke-width="2.5"',
+    "bonus": ' stroke="var(--bonus)" stroke-width="2.5" stroke-dasharray="3 3"',
+}
 
 
 def _shape(mark: str, x: int, y: int) -> str:
@@ -230,10 +217,10 @@ def _shape(mark: str, x: int, y: int) -> str:
     if mark == "bonus":
         return f'<rect x="{x - 4}" y="{y - 4}" width="8" height="8" fill="var(--bonus)"/>'
     if mark == "missed":
-        return (
-            f'<circle cx="{x}" cy="{y}" r="3" fill="var(--page)" stroke="var(--missed)" stroke-width="2.5"/>'
-        )
-    return f'<circle cx="{x}" cy="{y}" r="2.5" fill="var(--page)" stroke="var(--soft)"/>'
+        ring = 'r="3" fill="var(--page)" stroke="var(--missed)" stroke-width="2.5"'
+    else:
+        ring = 'r="2.5" fill="var(--page)" stroke="var(--soft)"'
+    return f'<circle cx="{x}" cy="{y}" {ring}/>'
 
 
 def _legend() -> str:
@@ -245,8 +232,7 @@ def _legend() -> str:
         "missed": "what the target would choose there, but the path never came",
     }
     shown = (
-        f'<span><svg width="12" height="12">{_shape(mark, 6, 6)}</svg>{said}</span>'
-        for mark, said in entries.items()
+        f'<span><svg width="12" height="12">{_shape(mark, 6, 6)}</svg>{said}</span>' for mark, said in entries.items()
     )
     return f'<div class="legend">{"".join(shown)}</div>'
 

@@ -1,0 +1,273 @@
+"""Train a DFlash drafter on a corpus of the target's own answers, the target frozen.
+
+    python train_drafter.py --pair smollm2 --target FOLDER --corpus corpus.npz --out FOLDER --steps 9000
+
+A step is one batch of answers: one forward of the target gives features and teacher, one forward of the drafter drafts
+`--anchors` blocks an answer. Two steps in three take answers cut early and anchors within their first 128 tokens, where
+drafting is hardest; the others take whole answers. Every step draws its own batch from (seed, step), so a run that was
+stopped (`--seconds`) goes on from its checkpoint with the same command as if nothing had happened.
+
+In FOLDER: model.safetensors and config.json (z-lab's format), curve.json, and state.pt to go on from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blocks import block_hidden, fuse_norms, target_pass
+from configs import fresh_state, pair_config, zlab_state
+from corpus import Corpus
+from losses import Distill, check_fused
+from safetensors.torch import save_file
+
+from ddlab.drafter import Drafter
+from ddlab.pair import Pair, load_pair
+
+EARLY = 128  # answer tokens within which an early batch puts its anchors
+SAMPLED_WEIGHT = 0.25  # of an answer sampled at T > 0, against one at T = 0
+ASKED_WEIGHT = 1.6  # of an answer to a question in one of the six kinds, against a self-written one
+HELD_OUT = 512  # sequences never trained on
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor  # [b, t], padded on the right
+    length: torch.Tensor  # [b]
+    anchors: torch.Tensor  # [b, a]
+
+
+@dataclass
+class Batches:
+    """Batches drawn from (seed, step), of two fixed shapes."""
+
+    corpus: Corpus
+    prefix: list[int]  # put before every sequence: the chat template's system turn
+    device: torch.device
+    seed: int
+    anchors: int
+    tokens: int  # of a batch, padding included
+    rows: np.ndarray = field(init=False)
+    held_out: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.corpus
+        usable = np.flatnonzero(c.lengths - c.plen >= 4)
+        greedy = usable[c.temp[usable] == 0]
+        held_out = min(HELD_OUT, len(greedy) // 4)
+        self.held_out = np.sort(np.random.default_rng(self.seed).permutation(greedy)[:held_out])
+        self.rows = np.setdiff1d(usable, self.held_out)
+        weight = np.where(c.temp == 0, 1.0, SAMPLED_WEIGHT) * np.where(c.kind == 0, 1.0, ASKED_WEIGHT)
+        self.cumulative = np.cumsum(weight[self.rows])
+        self.longest = -(-(len(self.prefix) + int(c.lengths.max())) // 64) * 64
+        self.flat = torch.from_numpy(np.append(c.tokens, np.zeros(self.longest)).astype(np.int32)).to(self.device)
+
+    def draw(self, step: int) -> Batch:
+        rng = np.random.default_rng([self.seed, step])
+        width = 208 if step % 3 else self.longest
+        place = rng.random(self.tokens // width) * self.cumulative[-1]
+        return self.make(self.rows[np.searchsorted(self.cumulative, place)], min(width, self.longest), rng)
+
+    def make(self, rows: np.ndarray, width: int, rng: np.random.Generator) -> Batch:
+        """Sequences `rows` cut at `width` tokens; anchors uniform over the answer, or over its first EARLY tokens."""
+        c, lead = self.corpus, len(self.prefix)
+        length = np.minimum(c.lengths[rows] + lead, width)
+        first = np.minimum(c.plen[rows] + lead, length - 2)
+        last = length - 2  # the last anchor with a token after it
+        if width < self.longest:
+            last = np.minimum(last, first + EARLY - 1)
+        span = (last - first + 1)[:, None]
+        anchors = first[:, None] + (rng.random((len(rows), self.anchors)) * span).astype(np.int64)
+        offset = torch.from_numpy(c.offset[rows]).to(self.device)[:, None]
+        column = torch.arange(width - lead, device=self.device)[None]
+        limit = torch.from_numpy(length).to(self.device)
+        ids = torch.where(column < limit[:, None] - lead, self.flat[offset + column].long(), 0)
+        head = torch.tensor(self.prefix, device=self.device, dtype=torch.long).expand(len(rows), -1)
+        return Batch(torch.cat([head, ids], 1), limit, torch.from_numpy(anchors).to(self.device))
+
+
+@dataclass
+class Trainer:
+    pair: Pair
+    drafter: Drafter
+    fused: bool
+    soft: float = 0.5
+    chunk: int = 12288  # slots whose logits are in memory at a time
+
+    @property
+    def amp(self) -> torch.dtype:
+        return torch.bfloat16 if self.pair.device.type == "cuda" else torch.float32
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> mean loss of a block; cross entropy, hit and validity [b * a, depth]."""
+        s, embed = self.drafter.settings, self.pair.embed
+        with torch.no_grad():
+            features, last = target_pass(self.pair, batch.ids, s.target_layer_ids)
+        with torch.autocast(self.pair.device.type, self.amp, enabled=self.amp != torch.float32):
+            hidden = block_hidden(self.drafter, features, batch.ids, batch.anchors, embed, self.amp)
+        offsets = torch.arange(s.block_size - s.depth, s.block_size, device=batch.ids.device)
+        position = batch.anchors[:, :, None] + offsets + (s.drafts_from == "anchor")  # [b, a, depth]
+        valid = position < batch.length[:, None, None]
+        position = position.clamp(max=batch.ids.shape[1] - 1).flatten(1)
+        labels = batch.ids.gather(1, position).view(-1, s.depth)
+        teacher = last.gather(1, (position - 1)[:, :, None].expand(-1, -1, last.shape[-1]))
+        teacher = teacher.view(-1, s.depth, last.shape[-1])
+        valid = valid.view(-1, s.depth)
+        head = self.pair.target.get_output_embeddings().weight  # type: ignore[union-attr]
+        loss, entropy, hit = Distill.apply(
+            hidden.flatten(0, 1), teacher, head, labels, valid, self.soft, self.chunk, self.fused
+        )
+        return loss, entropy, hit, valid
+
+    @torch.no_grad()
+    def validate(self, batches: Batches) -> dict[str, Any]:
+        """On held-out answers: accepted drafts + 1 of a chain, at anchors in the first EARLY tokens and anywhere."""
+        result: dict[str, Any] = {}
+        for name, width in (("early", min(208, batches.longest)), ("anywhere", batches.longest)):
+            rng, hits, valids, losses = np.random.default_rng(5), [], [], []
+            for i in range(0, len(batches.held_out), 64):
+                loss, _, hit, valid = self.loss(batches.make(batches.held_out[i : i + 64], width, rng))
+                hits.append(hit * valid)
+                valids.append(valid)
+                losses.append(loss.item())
+            hit, valid = torch.cat(hits), torch.cat(valids)
+            slots = (hit.sum(0) / valid.sum(0).clamp(min=1)).tolist()
+            result[name] = {
+                "loss": round(float(np.mean(losses)), 4),
+                "accepted_plus_1": round(1 + hit.cumprod(1).sum(1).mean().item(), 3),
+                "slot_accuracy": [round(a, 3) for a in slots],
+            }
+        return result
+
+
+def optimizers(model: torch.nn.Module, rate: float, kind: str) -> list[torch.optim.Optimizer]:
+    """Matrices by Muon (steps of AdamW's size) or AdamW, gains of the norms by AdamW."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    gains = [p for p in model.parameters() if p.ndim != 2]
+    adam = {"lr": rate, "betas": (0.9, 0.98)}
+    if kind == "adamw":
+        groups = [{"params": matrices, "weight_decay": 0.05}, {"params": gains, "weight_decay": 0.0}]
+        return [torch.optim.AdamW(groups, **adam)]
+    muon = torch.optim.Muon(matrices, lr=2 * rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(gains, weight_decay=0.0, **adam)]
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor of the learning rate: 100 steps up, level, then the last 60 % of the run down to 2 % along a cosine."""
+    down = min(1.0, max(0.0, (step / steps - 0.4) / 0.6))
+    return min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * down)))
+
+
+def save_drafter(drafter: Drafter, config: dict[str, Any], folder: Path) -> None:
+    state = {k: v.detach().to("cpu", torch.bfloat16) for k, v in drafter.model.state_dict().items()}
+    save_file(zlab_state(state), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", choices=("smollm2", "tiny-hybrid"), required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--corpus", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop then, with a checkpoint")
+    parser.add_argument("--anchors", type=int, default=24, help="blocks of an answer")
+    parser.add_argument("--tokens", type=int, default=24576, help="target tokens of a batch")
+    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--every", type=int, default=100, help="steps between two points of the curve")
+    parser.add_argument("--validate", type=int, default=1000, help="steps between two validations")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args, started = parse(), time.time()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    config = pair_config(args.pair)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    drafter = Drafter.from_state(config, fresh_state(config, args.seed), dtype=torch.float32)
+    pair = load_pair(args.target, drafter, dtype=dtype, device=device)
+    pair.target.requires_grad_(False)
+    drafter.model.requires_grad_(True)
+    if device.type == "cuda":
+        fuse_norms(pair.target)
+        fuse_norms(drafter.model)
+    difference = check_fused(pair.target.get_output_embeddings().weight)  # type: ignore[union-attr]
+    trainer = Trainer(pair, drafter, fused=difference < 0.02)
+    prefix = list(pair.encode("x").ids)
+    prefix = prefix[: prefix.index(pair.tokenizer.convert_tokens_to_ids("<|im_start|>"), 1)] if args.pair == "smollm2" else []
+    batches = Batches(Corpus.load(args.corpus), prefix, device, args.seed, args.anchors, args.tokens)
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    optimizer = optimizers(drafter.model, args.rate, args.optimizer)
+    rates = [[group["lr"] for group in o.param_groups] for o in optimizer]
+    curve: dict[str, Any] = {
+        "arguments": {k: str(v) for k, v in vars(args).items() if k != "seconds"},
+        "parameters": sum(p.numel() for p in drafter.model.parameters()),
+        "sequences": len(batches.rows),
+        "points": [],
+        "validation": [],
+        "seconds": 0.0,
+        "blocks": 0,
+    }
+    start, state_file = 0, args.out / "state.pt"
+    if state_file.is_file():
+        state = torch.load(state_file, map_location=device, weights_only=True)
+        drafter.model.load_state_dict(state["model"])
+        for o, saved in zip(optimizer, state["optimizer"], strict=True):
+            o.load_state_dict(saved)
+        start, curve = state["step"], json.loads(state["curve"])
+    print(
+        f"{args.pair}: {curve['parameters']} parameters, {len(batches.rows)} sequences, fused loss "
+        f"{trainer.fused} (difference {difference:.4f}), from step {start}, ready after {time.time() - started:.0f} s",
+        flush=True,
+    )
+    began, step, before = time.time(), start, curve["seconds"]
+    while step < args.steps and time.time() - began < args.seconds:
+        factor = schedule(step, args.steps)
+        for o, base in zip(optimizer, rates, strict=True):
+            for group, rate in zip(o.param_groups, base, strict=True):
+                group["lr"] = rate * factor
+        batch = batches.draw(step)
+        loss, entropy, _, valid = trainer.loss(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(drafter.model.parameters(), 1.0)
+        for o in optimizer:
+            o.step()
+            o.zero_grad(set_to_none=True)
+        step += 1
+        curve["blocks"] += batch.anchors.numel()
+        curve["seconds"] = round(before + time.time() - began, 1)
+        if step % args.every == 0 or step == start + 20:
+            first = (entropy * valid)[:, 0].sum() / valid[:, 0].sum()
+            point = [step, curve["seconds"], round(loss.item(), 4), round(first.item(), 4), round(norm.item(), 3)]
+            curve["points"].append(point)
+            speed = 1e3 * (time.time() - began) / (step - start)
+            print(f"step {step} {point[1]} s loss {point[2]} slot 1 {point[3]} gradient {point[4]} {speed:.1f} ms", flush=True)
+            if not math.isfinite(point[2]):
+                raise SystemExit("the loss is not finite: lower --rate")
+        if step % args.validate == 0 or step == args.steps:
+            curve["validation"].append([step, trainer.validate(batches)])
+            print("validation", step, json.dumps(curve["validation"][-1][1]), flush=True)
+    save_drafter(drafter, config, args.out)
+    (args.out / "curve.json").write_text(json.dumps(curve) + "\n", encoding="utf-8")
+    saved = [o.state_dict() for o in optimizer]
+    torch.save(
+        {"model": drafter.model.state_dict(), "optimizer": saved, "step": step, "curve": json.dumps(curve)}, state_file
+    )
+    print(f"{step} of {args.steps} steps, {time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

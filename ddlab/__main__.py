@@ -1,0 +1,3 @@
+from ddlab.cli import main
+
+raise SystemExit(main())
