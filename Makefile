@@ -1,6 +1,6 @@
 # On a fresh machine with Python 3.11 or newer, `make report` or `make test` does all the set-up, into .venv.
 #   PYTHON=python3.12   the interpreter to set up with         VENV=path   where the environment lies
-#   WORKERS=2           test processes                         ARGS=...    more arguments for pytest, JupyterLab or the report
+#   WORKERS=2           test processes                         ARGS=...    more arguments for pytest or JupyterLab
 PYTHON  ?= python3
 VENV    ?= .venv
 WORKERS ?= 2
@@ -36,7 +36,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 report: $(READY)
-	$(EMBEDDED) $(BIN)/ddlab report --out report.html $(ARGS)
+	$(EMBEDDED) $(BIN)/ddlab report --out report.html
 
 test: lint
 	$(EMBEDDED) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)

@@ -1,31 +1,27 @@
-"""Oracles: does a trace say what the target itself would say?
+"""Does a trace say what the target itself would say?
 
-Path replay: the target is run, without a tree, on the text + the tokens from the root to a leaf; every recorded number
-of every node on that path must come out again. The text before the root is read once into Transformers' own cache, from
-which the paths branch off; the first and the last round are replayed without any cache. Plain decoding: the target
-decodes the same prompt one token at a time; the text must be the same. Neither uses ddlab's verification.
+Path replay: the target runs, without a tree, on the text and then from the root to every node, a plain step at a time;
+every recorded number of every node must come out again. The nodes that became text are also held to one forward over
+the whole text without any cache. Plain decoding: the target decodes the same prompt one token at a time; the text must
+be the same. None of this uses ddlab's verification.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessorList
+from transformers import LogitsProcessorList
 
+from ddlab.oracle import Reader, plain_logits
 from ddlab.sampling import Sampling
 from ddlab.trace import Step, Trace
-from ddlab.tree import DraftTree
 
 if TYPE_CHECKING:
     from ddlab.pair import Pair
-
-PATHS_AT_ONCE = 16  # each has a copy of the cache
 
 # How far two correct evaluations of the same logits may lie apart, as a share of the logits' scale (the largest
 # absolute logit of the row). float32: the recurrent, the chunk and the tree form of the delta rule differ by rounding.
@@ -84,7 +80,7 @@ class Audit:
     allowed: float
     text_equal: bool
     divergences: tuple[Divergence, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -125,26 +121,18 @@ def audit(
         raise ValueError(f"this trace was made with {', '.join(named)}: pass the same logits_processor")
     sampling = Sampling(settings["temperature"], settings["seed"], logits_processor)
     relative = band(pair.dtype, hybrid="linear_attention" in pair.layer_types)
-    replay = _Replay(pair, sampling, relative)
-    chosen = _spread(trace.steps, nodes)
-    text = list(trace.prompt_ids) + trace.output_ids
+    chosen, found = _spread(trace.steps, nodes), _Comparison(sampling, relative)
+    text, output, reader = [*trace.prompt_ids, *trace.output_ids], trace.output_ids, Reader(pair)
     for step in chosen:
-        replay.round(text[: step.start], step, cached=step not in (chosen[0], chosen[-1]))
-    plain = _plain_decoding(pair, sampling, trace)
-    divergences = replay.divergences
-    output = trace.output_ids
-    equal = plain.tokens == output
-    if not equal:
-        at = next(i for i, (a, b) in enumerate(zip(plain.tokens, output, strict=False)) if a != b)
-        found = Divergence(
-            "text",
-            len(trace.prompt_ids) + at,
-            output[at],
-            plain.tokens[at],
-            plain.margins[at],
-            relative * plain.scales[at],
-        )
-        divergences = [found, *divergences]
+        reader.read(text[: step.start])
+        found.compare(step, np.arange(len(step.tree)), reader.branch(step.tree), text, "path replay")
+    if trace.steps:
+        whole = plain_logits(pair, [text], keep=len(output))[0]  # [new tokens, vocab]
+        for step in trace.steps:
+            path = np.array(step.path)
+            rows = torch.from_numpy(step.positions[path] - len(trace.prompt_ids))
+            found.compare(step, path, whole[rows.to(whole.device)], text, "the text without a cache")
+    own = _plain_decoding(pair, trace, found)
     notes = []
     if any("verify" in step.edited for step in trace.steps):
         notes.append("a hook replaced the target's logits: the text is not the target's own")
@@ -158,148 +146,77 @@ def audit(
         rounds=len(chosen),
         rounds_total=trace.rounds,
         tokens=len(output),
-        max_error=replay.max_error,
-        allowed=replay.allowed,
-        text_equal=equal,
-        divergences=tuple(divergences),
+        max_error=found.max_error,
+        allowed=found.allowed,
+        text_equal=own == output,
+        divergences=tuple(found.divergences),
         notes=tuple(notes),
     )
 
 
-def path_logits(
-    pair: Pair, text: list[int], tree: DraftTree, run: Callable[[list[list[int]]], Tensor] | None = None
-) -> Tensor:
-    """The target's logits at every node by path replay, [n, vocab]: no tree and no mask.
+class _Comparison:
+    """Holds recorded nodes to logits from elsewhere, and keeps the worst."""
 
-    A causal model's logits at a node do not depend on what follows it, so one run on each leaf's path gives all nodes
-    on it; the runs share a batch, padded behind, where nothing looks.
-
-    Args:
-        text: the tokens before the root.
-        run: paths (ids, all of one length, root first) -> logits [paths, length, vocab]; None: the target on
-            text + path without any cache.
-    """
-    leaves = sorted(set(range(len(tree))) - set(tree.parents.tolist()))
-    paths = [tree.path(leaf) for leaf in leaves]
-    width = max(len(path) for path in paths)
-    padded = [[int(tree.tokens[node]) for node in path] + [0] * (width - len(path)) for path in paths]
-    run = run or (lambda batch: _run(pair, [[*text, *path] for path in batch], keep=width))
-    logits: dict[int, Tensor] = {}
-    for first in range(0, len(paths), PATHS_AT_ONCE):
-        chosen = slice(first, first + PATHS_AT_ONCE)
-        for path, row in zip(paths[chosen], run(padded[chosen]), strict=True):
-            logits.update({node: row[depth] for depth, node in enumerate(path) if node not in logits})
-    return torch.stack([logits[node] for node in range(len(tree))])
-
-
-@torch.no_grad()
-def _run(
-    pair: Pair, ids: Sequence[Sequence[int]], keep: int, cache: DynamicCache | None = None, start: int = 0
-) -> Tensor:
-    """Logits of the last ``keep`` positions [batch, keep, vocab], in float32 or better."""
-    batch = torch.tensor(ids, device=pair.device)
-    positions = torch.arange(start, start + batch.shape[1], device=pair.device).expand(len(batch), -1)
-    keywords = {"logits_to_keep": keep} if pair.keeps_logits else {}
-    out = pair.target(input_ids=batch, position_ids=positions, cache=cache, use_cache=cache is not None, **keywords)
-    logits = out.logits[:, -keep:]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-class _Prefix:
-    """The text so far on Transformers' own cache, and paths that branch off it."""
-
-    def __init__(self, pair: Pair):
-        self.pair, self.cache, self.length = pair, DynamicCache(config=pair.target.config), 0
-
-    def read(self, text: list[int]) -> None:
-        """Read on to the end of ``text``, which continues what was read before."""
-        if len(text) > self.length:
-            _run(self.pair, [text[self.length :]], 1, self.cache, self.length)
-            self.length = len(text)
-
-    def paths(self, batch: list[list[int]]) -> Tensor:
-        """Logits [paths, length, vocab] of paths that all begin here; what was read stays as it is."""
-        cache = copy.deepcopy(self.cache)
-        cache.reorder_cache(torch.zeros(len(batch), dtype=torch.int64, device=self.pair.device))
-        return _run(self.pair, batch, len(batch[0]), cache, self.length)
-
-
-class _Replay:
-    """Compares recorded rounds with path replay and gathers the worst."""
-
-    def __init__(self, pair: Pair, sampling: Sampling, relative: float):
-        self.pair, self.sampling, self.relative = pair, sampling, relative
-        self.prefix = _Prefix(pair)
-        self.max_error, self.allowed = 0.0, 0.0
+    def __init__(self, sampling: Sampling, relative: float):
+        self.sampling, self.relative = sampling, relative
+        self.max_error, self.allowed, self._worst = 0.0, 0.0, -np.inf
         self.divergences: list[Divergence] = []
-        self._worst = -np.inf
 
-    def round(self, text: list[int], step: Step, *, cached: bool) -> None:
-        tree = step.tree
-        self.prefix.read(text)
-        logits = path_logits(self.pair, text, tree, self.prefix.paths if cached else None)
-        positions = step.start + 1 + tree.depth
+    def compare(self, step: Step, nodes: np.ndarray, logits: Tensor, text: list[int], oracle: str) -> None:
+        """Compare the recorded numbers of ``nodes`` [m] with the oracle's ``logits`` [m, vocab]."""
+        tree, before = step.tree, text[: step.start]
+        positions = step.positions[nodes] + 1  # of the chosen tokens
         choice = self.sampling.choose(
-            logits, positions, lambda node: text + [int(tree.tokens[i]) for i in tree.path(node)]
+            logits, positions, lambda row: before + tree.tokens[tree.path(int(nodes[row]))].tolist()
         )
-        scale = logits.abs().amax(-1).double().cpu().numpy()  # [n]
-        temperature = self.sampling.temperature or 1.0
-        allowed = 2 * self.relative * scale / temperature  # a log-probability moves by at most twice its logits
-        oracle = choice.tokens.cpu().numpy()
-        same = oracle == step.target_choice
-        self._compare(np.abs(choice.log_prob.double().cpu().numpy() - step.target_log_prob)[same], allowed[same])
-        if len(tree) > 1:
-            parents, tokens = tree.parents[1:], tree.tokens[1:]
-            replayed = choice.log_probs.cpu()[torch.from_numpy(parents.copy()), torch.from_numpy(tokens.copy())]
-            recorded = step.node_log_prob[1:]
-            both_out = np.isneginf(recorded) & np.isneginf(replayed.numpy())  # banned by a processor, in both
-            self._compare(np.abs(replayed.double().numpy() - recorded)[~both_out], allowed[parents][~both_out])
-        for node in np.flatnonzero(~same):
-            margin = float(choice.margin[node])
-            self.divergences.append(
-                Divergence(
-                    f"round {step.index}, node {node}",
-                    int(positions[node]),
-                    int(step.target_choice[node]),
-                    int(oracle[node]),
-                    margin,
-                    2 * self.relative * float(scale[node]),
-                )
-            )
+        scale = _double(logits.abs().amax(-1))  # [m]
+        # a log-probability, or a difference of two logits, moves by at most twice what a logit does
+        allowed = 2 * self.relative * scale / (self.sampling.temperature or 1.0)
+        chosen = choice.tokens.cpu().numpy()
+        same = chosen == step.target_choice[nodes]
+        self._keep(np.abs(_double(choice.log_prob) - step.target_log_prob[nodes])[same], allowed[same])
+        for row, node in enumerate(nodes):
+            children = tree.children(int(node))
+            if len(children):
+                replayed = _double(choice.log_probs[row].cpu()[torch.from_numpy(tree.tokens[children])])
+                recorded = step.node_log_prob[children]
+                both = np.isfinite(recorded) | np.isfinite(replayed)  # else banned by a processor, in both
+                self._keep(np.abs(replayed - recorded)[both], allowed[[row] * int(both.sum())])
+        for row in np.flatnonzero(~same):
+            where = f"round {step.index}, node {nodes[row]}, against {oracle}"
+            said = int(step.target_choice[nodes[row]])
+            self.diverge(where, int(positions[row]), said, int(chosen[row]), choice.margin[row], scale[row])
 
-    def _compare(self, error: np.ndarray, allowed: np.ndarray) -> None:
-        """Keep the comparison that came closest to its bound, or went furthest beyond."""
-        if not len(error):
-            return
-        ratio = np.where(np.isnan(error), np.inf, error) / allowed
-        at = int(ratio.argmax())
-        if ratio[at] > self._worst:
-            self._worst = float(ratio[at])
-            self.max_error, self.allowed = float(error[at]), float(allowed[at])
+    def diverge(self, where: str, position: int, recorded: int, oracle: int, margin: Any, scale: float) -> None:
+        band = 2 * self.relative * float(scale)
+        self.divergences.append(Divergence(where, position, recorded, oracle, float(margin), band))
+
+    def _keep(self, error: np.ndarray, allowed: np.ndarray) -> None:
+        """Remember the comparison that came closest to its bound, or went furthest beyond it."""
+        if len(error):
+            ratio = np.where(np.isnan(error), np.inf, error) / allowed
+            at = int(ratio.argmax())
+            if ratio[at] > self._worst:
+                self._worst, self.max_error, self.allowed = float(ratio[at]), float(error[at]), float(allowed[at])
 
 
-@dataclass(frozen=True)
-class _Plain:
-    tokens: list[int]
-    margins: list[float]
-    scales: list[float]
+def _plain_decoding(pair: Pair, trace: Trace, found: _Comparison) -> list[int]:
+    """As many tokens as the trace has, one at a time; where they first differ is a divergence."""
+    history, reader = list(trace.prompt_ids), Reader(pair)
+    reader.read(history[:-1])
+    for at, recorded in enumerate(trace.output_ids):
+        logits = reader.read(history)
+        assert logits is not None
+        choice = found.sampling.choose(logits[None], np.array([len(history)]), lambda row: history)
+        own = int(choice.tokens[0])
+        if own != recorded and history[len(trace.prompt_ids) :] == trace.output_ids[:at]:
+            found.diverge("text", len(history), recorded, own, choice.margin[0], float(logits.abs().max()))
+        history.append(own)
+    return history[len(trace.prompt_ids) :]
 
 
-def _plain_decoding(pair: Pair, sampling: Sampling, trace: Trace) -> _Plain:
-    """As many tokens as the trace has, one at a time, on Transformers' own cache."""
-    prefix, history = _Prefix(pair), list(trace.prompt_ids)
-    margins: list[float] = []
-    scales: list[float] = []
-    prefix.read(history[:-1])
-    for _ in trace.output_ids:
-        logits = _run(pair, [history[prefix.length :]], 1, prefix.cache, prefix.length)[0]
-        prefix.length = len(history)
-        choice = sampling.choose(logits, np.array([len(history)]), lambda node: history)
-        history.append(int(choice.tokens[0]))
-        margins.append(float(choice.margin[0]))
-        scales.append(float(logits.abs().max()))
-    tokens = history[len(trace.prompt_ids) :]
-    return _Plain(tokens, margins, scales)
+def _double(x: Tensor) -> np.ndarray:
+    return x.double().cpu().numpy()
 
 
 def _spread(steps: list[Step], nodes: int | None) -> list[Step]:

@@ -73,7 +73,7 @@ class Drafter:
 
     def to(self, device: torch.device | str) -> Drafter:
         """Moves the drafter in place."""
-        self.model.to(device)  # type: ignore[arg-type]
+        self.model.to(device)
         self.own_head = None if self.own_head is None else self.own_head.to(device)
         self.d2t = None if self.d2t is None else self.d2t.to(device)
         return self

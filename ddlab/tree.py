@@ -197,9 +197,9 @@ def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int
     seen = 1
     for row_ids, row, width in zip(ids, log_probs, widths, strict=True):
         ranks = row_ids[:width].argsort()  # by id, which leaves the children in path order
-        living = np.flatnonzero(score + row[0] >= floor)
+        living = (score + row[0] >= floor).nonzero()[0]
         total = (score[living, None] + row[ranks]).ravel()  # [living * width]
-        children = np.flatnonzero(total >= floor)
+        children = (total >= floor).nonzero()[0]
         if not children.size:
             break
         above, column = np.divmod(children, width)
@@ -240,7 +240,7 @@ def _score_floor(greedy: np.ndarray, once: np.ndarray, budget: int) -> float:
 
 def _nth_best(scores: np.ndarray, n: int) -> float:
     nth = scores.size - n
-    return max(float(np.partition(scores, nth)[nth]), _LOWEST) if nth >= 0 else _LOWEST
+    return float(np.partition(scores, nth)[nth]) if nth >= 0 else -np.inf
 
 
 def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:

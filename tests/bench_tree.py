@@ -71,9 +71,7 @@ def medians(*calls: Callable[[], object]) -> list[float]:
 def row(name: str, logits: torch.Tensor, budget: int) -> str:
     ids, log_probs = top_tokens(logits, budget)
     (top,) = medians(lambda: top_tokens(logits, budget))
-    ours, heap = medians(
-        lambda: grow(ids, log_probs, budget), lambda: heap_best_first(ids, log_probs, budget)
-    )
+    ours, heap = medians(lambda: grow(ids, log_probs, budget), lambda: heap_best_first(ids, log_probs, budget))
     depth = grow(ids, log_probs, budget).depth.max()
     return f"{name:<18}{budget:>6}{depth:>7}{top:>9.2f}{ours:>9.3f}{heap:>9.3f}{heap / ours:>9.2f}"
 

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import parent_lists, scripted, tree_of
 
-from ddlab.audit import audit, band, path_logits
+from ddlab.audit import audit, band
 from ddlab.decode import Decoder
+from ddlab.oracle import Reader, path_logits
 from ddlab.pair import Pair
 from ddlab.sampling import Sampling
 from ddlab.verify import TargetState
@@ -178,6 +179,18 @@ def test_a_spine_accepts_exactly_what_the_chain_does_and_leaves_the_same_state(k
     for mine, its in zip(chain_state.linear, spine_state.linear, strict=True):
         assert (mine is None) == (its is None)
         assert mine is None or all(torch.allclose(a, b, atol=1e-6) for a, b in zip(mine, its, strict=True))
+
+
+@pytest.mark.parametrize("kind", models.KINDS)
+def test_the_audits_branching_replay_is_path_replay_without_a_cache(kind: str) -> None:
+    pair = pair_of(kind)
+    text = np.random.default_rng(0).integers(0, models.VOCAB, 15).tolist()
+    tree = tree_of([-1, *([0] * 18), 1, 1, 19, 4, 22, 23, 24], 3, models.VOCAB)  # a level wider than one batch
+    reader = Reader(pair)
+    reader.read(text[:9])
+    reader.read(text)
+    assert worst(reader.branch(tree), path_logits(pair, text, tree)) < 1e-4
+    assert worst(reader.branch(tree), path_logits(pair, text, tree)) < 1e-4  # and nothing was left behind
 
 
 def test_a_block_of_one_is_plain_decoding() -> None:
