@@ -182,7 +182,7 @@ class _Comparison:
                 recorded = step.node_log_prob[children]
                 both = np.isfinite(recorded) | np.isfinite(replayed)  # else banned by a processor, in both
                 self._keep(np.abs(replayed - recorded)[both], allowed[[row] * int(both.sum())])
-        for row in np.flatnonzero(~same):
+        for row in np.flatnonzero(~same).tolist():
             where = f"round {step.index}, node {nodes[row]}, against {oracle}"
             said = int(step.target_choice[nodes[row]])
             self.diverge(where, int(positions[row]), said, int(chosen[row]), choice.margin[row], scale[row])

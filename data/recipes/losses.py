@@ -98,9 +98,7 @@ def _fused(student: torch.Tensor, target: torch.Tensor, labels: torch.Tensor, so
     slots, rows = student.shape
     block = min(4096, triton.next_power_of_2(rows))
     hard, softer, hit, log_z, log_t = torch.empty(5, slots, device=student.device).unbind(0)
-    _statistics[(slots,)](
-        student, target, labels, hard, softer, hit, log_z, log_t, rows, BLOCK=block, num_warps=8
-    )
+    _statistics[(slots,)](student, target, labels, hard, softer, hit, log_z, log_t, rows, BLOCK=block, num_warps=8)
 
     def differentiate(weight: torch.Tensor) -> torch.Tensor:
         _gradient[(slots,)](
@@ -180,5 +178,3 @@ def check_fused(head: torch.Tensor, depth: int = 15, soft: float = 0.5) -> float
         Distill.apply(leaf, teacher, head, labels, valid, soft, 4 * depth, fused)[0].backward()
         gradients.append(leaf.grad)
     return ((gradients[0] - gradients[1]).norm() / gradients[0].norm()).item()
-
-

@@ -206,7 +206,11 @@ def main() -> None:
     difference = check_fused(pair.target.get_output_embeddings().weight)  # type: ignore[union-attr]
     trainer = Trainer(pair, drafter, fused=difference < 0.02)
     prefix = list(pair.encode("x").ids)
-    prefix = prefix[: prefix.index(pair.tokenizer.convert_tokens_to_ids("<|im_start|>"), 1)] if args.pair == "smollm2" else []
+    prefix = (
+        prefix[: prefix.index(pair.tokenizer.convert_tokens_to_ids("<|im_start|>"), 1)]
+        if args.pair == "smollm2"
+        else []
+    )
     batches = Batches(Corpus.load(args.corpus), prefix, device, args.seed, args.anchors, args.tokens)
 
     args.out.mkdir(parents=True, exist_ok=True)
@@ -254,7 +258,10 @@ def main() -> None:
             point = [step, curve["seconds"], round(loss.item(), 4), round(first.item(), 4), round(norm.item(), 3)]
             curve["points"].append(point)
             speed = 1e3 * (time.time() - began) / (step - start)
-            print(f"step {step} {point[1]} s loss {point[2]} slot 1 {point[3]} gradient {point[4]} {speed:.1f} ms", flush=True)
+            print(
+                f"step {step} {point[1]} s loss {point[2]} slot 1 {point[3]} gradient {point[4]} {speed:.1f} ms",
+                flush=True,
+            )
             if not math.isfinite(point[2]):
                 raise SystemExit("the loss is not finite: lower --rate")
         if step % args.validate == 0 or step == args.steps:
