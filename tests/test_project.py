@@ -134,9 +134,7 @@ def test_environment_takes_the_python_packages_from_pyproject_and_lists_none_aga
 def test_the_embedded_pair_has_weights_and_a_configuration(part: str) -> None:
     assert json.loads((EMBEDDED / part / "config.json").read_text(encoding="utf-8"))["architectures"]
     weights = EMBEDDED / part / "model.safetensors"
-    assert (
-        1_000_000 < weights.stat().st_size < 50_000_000
-    )  # weights, not a pointer to them, and small enough for git
+    assert 1_000_000 < weights.stat().st_size < 50_000_000  # weights, not a pointer to them, and small enough for git
 
 
 def test_data_stays_small_enough_to_clone() -> None:
@@ -184,9 +182,7 @@ def test_every_file_the_readme_links_to_exists() -> None:
 
 def test_the_first_python_example_of_the_readme_runs(tmp_path: Path) -> None:
     example = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)[0]
-    run = subprocess.run(
-        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    run = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
 
 
@@ -219,10 +215,7 @@ def test_the_wheel_carries_the_package_its_types_and_the_embedded_pair(wheel: Pa
     assert "ddlab/py.typed" in sizes
     for path in EMBEDDED.rglob("*"):
         if path.is_file():
-            assert (
-                sizes[f"ddlab/_data/tiny-hybrid/{path.relative_to(EMBEDDED).as_posix()}"]
-                == path.stat().st_size
-            )
+            assert sizes[f"ddlab/_data/tiny-hybrid/{path.relative_to(EMBEDDED).as_posix()}"] == path.stat().st_size
 
 
 def test_the_wheel_carries_nothing_else(wheel: Path) -> None:
@@ -239,9 +232,7 @@ def test_the_installed_wheel_loads_its_own_pair_in_another_folder(wheel: Path, t
         "import ddlab, ddlab.pair\n"
         "print(ddlab.__file__); print(ddlab.pair.embedded_folder('tiny-hybrid')); print(ddlab.load_pair())"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     package, folder, _ = run.stdout.splitlines()
     assert Path(package).is_relative_to(tmp_path / "site")

@@ -26,8 +26,9 @@ from blocks import block_hidden, fuse_norms, target_pass
 from configs import fresh_state, pair_config, zlab_state
 from corpus import Corpus
 from losses import Distill, check_fused
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from ddlab.checkpoint import rename
 from ddlab.drafter import Drafter
 from ddlab.pair import Pair, load_pair
 
@@ -220,18 +221,23 @@ def main() -> None:
         "arguments": {k: str(v) for k, v in vars(args).items() if k != "seconds"},
         "parameters": sum(p.numel() for p in drafter.model.parameters()),
         "sequences": len(batches.rows),
+        "step": 0,
         "points": [],
         "validation": [],
         "seconds": 0.0,
         "blocks": 0,
     }
-    start, state_file = 0, args.out / "state.pt"
+    state_file = args.out / "state.pt"
     if state_file.is_file():
         state = torch.load(state_file, map_location=device, weights_only=True)
         drafter.model.load_state_dict(state["model"])
         for o, saved in zip(optimizer, state["optimizer"], strict=True):
             o.load_state_dict(saved)
-        start, curve = state["step"], json.loads(state["curve"])
+        curve = json.loads(state["curve"])
+    elif (args.out / "curve.json").is_file():  # the weights came back without state.pt: fresh optimizers
+        drafter.model.load_state_dict(rename(load_file(args.out / "model.safetensors")))
+        curve = json.loads((args.out / "curve.json").read_text())
+    start = curve["step"]
     print(
         f"{args.pair}: {curve['parameters']} parameters, {len(batches.rows)} sequences, fused loss "
         f"{trainer.fused} (difference {difference:.4f}), from step {start}, ready after {time.time() - started:.0f} s",
@@ -251,6 +257,7 @@ def main() -> None:
             o.step()
             o.zero_grad(set_to_none=True)
         step += 1
+        curve["step"] = step
         curve["blocks"] += batch.anchors.numel()
         curve["seconds"] = round(before + time.time() - began, 1)
         if step % args.every == 0 or step == start + 20:
@@ -271,7 +278,7 @@ def main() -> None:
     (args.out / "curve.json").write_text(json.dumps(curve) + "\n", encoding="utf-8")
     saved = [o.state_dict() for o in optimizer]
     torch.save(
-        {"model": drafter.model.state_dict(), "optimizer": saved, "step": step, "curve": json.dumps(curve)}, state_file
+        {"model": drafter.model.state_dict(), "optimizer": saved, "curve": json.dumps(curve)}, state_file
     )
     print(f"{step} of {args.steps} steps, {time.time() - started:.0f} s", flush=True)
 
