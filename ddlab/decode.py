@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from transformers import LogitsProcessorList
 
 from ddlab import edits
 from ddlab.capture import Capture
+from ddlab.hooks import PHASES, Hook, Hooks
 from ddlab.names import one_of
 from ddlab.record import round_record, trace_header
 from ddlab.sampling import Choice, Sampling, Walk, walk
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from ddlab.pair import Pair, Prompt
 
 METHODS = ("ar", "dflash", "ddtree")
-PHASES = ("draft", "tree", "verify", "accept", "commit")
-
-Hook = Callable[["Decoder", Any], Any]
 T = TypeVar("T")
 
 
@@ -44,7 +41,6 @@ class _Round:
 
     edited: list[str] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)  # seconds by finished phase, without the hooks'
-    hook_seconds: float = 0.0
     drafted: Tensor | None = None  # [depth, vocab]
     tree: DraftTree | None = None
     logits: Tensor | None = None  # [n, vocab]
@@ -99,7 +95,7 @@ class Decoder:
         self.max_new_tokens, self.stop_token_ids = _checked_length(max_new_tokens), stops
         self.linear_state = linear_state
         self._trace_path = None if trace_path is None else Path(trace_path)
-        self._hooks: dict[str, OrderedDict[int, Hook]] = {phase: OrderedDict() for phase in PHASES}
+        self._hooks = Hooks()
         self._turn = 0
         self._text: Text | None = None
         self._round: _Round | None = None
@@ -277,8 +273,7 @@ class Decoder:
             )
             text.append(step, self.pair.tokenizer)
             self._round = None
-        for hook in list(self._hooks["commit"].values()):
-            hook(self, step)
+        self._hooks.run("commit", self, step, lambda changed: step)  # read only: what it returns is dropped
         return step
 
     def back(self) -> None:
@@ -293,7 +288,7 @@ class Decoder:
         """An independent copy at the last committed round, with the same hooks. It writes no trace to disk."""
         other = copy.copy(self)
         other._text, other._round, other._trace_path = self._started().fork(), None, None
-        other._hooks = {phase: OrderedDict(hooks) for phase, hooks in self._hooks.items()}
+        other._hooks = self._hooks.copy()
         return other
 
     # ---- what it says ----------------------------------------------------------------------------------------------
@@ -331,12 +326,9 @@ class Decoder:
         [n, vocab]; accept: Walk; commit: Step, read only. Changed rounds are marked in the trace. Edits change the
         draft, never the text; only a ``verify`` edit can. The handle's ``remove()``, or ``with handle:``, ends it.
         """
-        one_of("phase", phase, PHASES)
         if phase in ("draft", "tree") and self.method == "ar":
             raise ValueError(f"method='ar' drafts nothing for a {phase!r} hook to change; use method='ddtree'")
-        handle = RemovableHandle(self._hooks[phase])
-        self._hooks[phase][handle.id] = hook
-        return handle
+        return self._hooks.register(phase, hook)
 
     def capture(self, *patterns: str) -> Capture:
         """``with decoder.capture("layers.*.self_attn") as seen``: outputs of modules while the block runs.
@@ -353,14 +345,9 @@ class Decoder:
         return Capture(modules, patterns)
 
     def _edit(self, phase: str, now: _Round, value: Any, check: Callable[[Any], Any]) -> Any:
-        started = time.perf_counter()
-        for hook in list(self._hooks[phase].values()):
-            changed = hook(self, value)
-            if changed is not None:
-                value = check(changed)
-                if phase not in now.edited:
-                    now.edited.append(phase)
-        now.hook_seconds += time.perf_counter() - started
+        value, edited = self._hooks.run(phase, self, value, check)
+        if edited:
+            now.edited.append(phase)
         return value
 
     # ---- inside ----------------------------------------------------------------------------------------------------
@@ -402,11 +389,11 @@ class Decoder:
             raise RuntimeError(f"the next phase of this round is {name}(); step() runs a whole round")
         self._round = now
         with self._undone_on_error(text):
-            hooks, started = now.hook_seconds, time.perf_counter()
+            hooks, started = self._hooks.seconds, time.perf_counter()
             yield now, text
             if self.pair.device.type == "cuda":
                 torch.cuda.synchronize(self.pair.device)  # kernels run late: their time belongs to this phase
-            now.times[phase] = time.perf_counter() - started - (now.hook_seconds - hooks)
+            now.times[phase] = time.perf_counter() - started - (self._hooks.seconds - hooks)
 
 
 def generate(pair: Pair, prompt: Any, *, template_args: dict[str, Any] | None = None, **settings: Any) -> Trace:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddlab.sampling import Choice, Sampling, Walk
 from ddlab.trace import Step, new_header
-from ddlab.tree import DraftTree
+from ddlab.tree import DraftTree, top_tokens
 
 if TYPE_CHECKING:
     from ddlab.pair import Pair, Prompt
@@ -79,8 +79,8 @@ def round_record(
     node_log_prob[1:] = _numpy(choice.log_probs[parents, tokens])
     best: dict[str, Any] = {}
     if drafted is not None and drafted.numel():
-        top = torch.log_softmax(drafted.float(), -1).topk(min(DRAFT_BEST, drafted.shape[1]), -1)
-        best = {"draft_ids": _numpy(top.indices), "draft_log_probs": _numpy(top.values)}
+        ids, log_probs = top_tokens(drafted, DRAFT_BEST)
+        best = {"draft_ids": ids, "draft_log_probs": log_probs.astype(np.float32)}
     return Step(
         index=index,
         start=start,
