@@ -1,7 +1,7 @@
-"""Many blocks of many texts in one forward of the drafter's own model: what training needs beside `Drafter.propose`.
+"""Many blocks of many texts in one forward of the drafter's own model: training's form of `Drafter.propose`.
 
-Conventions (taps, slot 0, positions, masks) come from the drafter's settings; the tests hold the hidden states made here
-to `Drafter.propose`, block by block.
+Taps, slot 0, positions and masks come from the drafter's settings. The tests hold the hidden states made here to
+`Drafter.propose`, block by block, so that training and decoding cannot disagree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def target_pass(pair: Pair, ids: torch.Tensor, taps: tuple[int, ...]) -> tuple[t
 def block_masks(drafter: Drafter, anchors: torch.Tensor, context: int) -> dict[str, torch.Tensor]:
     """Who sees whom, by layer type: bool [b, a * B, context + a * B] for anchors [b, a].
 
-    A block sees the context before its anchor (in sliding layers nearer than the window) and itself, never another block.
+    A block sees the context before its anchor (in sliding layers nearer than the window) and itself, never
+    another block.
     """
     s, (_, blocks) = drafter.settings, anchors.shape
     size = s.block_size
@@ -59,9 +60,10 @@ def block_hidden(
     embed: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """features [b, t, taps * hidden], ids [b, t], anchors [b, a] -> hidden states of the drafted slots [b, a, depth, hidden].
+    """The drafted slots' hidden states [b, a, depth, hidden] of the blocks at `anchors` [b, a].
 
-    embed: the target's embedding weight. dtype: what the residual stream runs in (under autocast, its dtype).
+    features: [b, t, taps * hidden] of the texts `ids` [b, t]. embed: the target's embedding weight. dtype: of the
+    residual stream (under autocast, its dtype).
     """
     s, (batch, blocks) = drafter.settings, anchors.shape
     context = ids.shape[1]

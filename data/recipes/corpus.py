@@ -2,8 +2,9 @@
 
     python corpus.py TOKENS.u16 META.npz --target FOLDER --prompts ../prompts/prompts.jsonl --out corpus.npz
 
-TOKENS.u16: the sequences' ids, uint16, one after the other. META.npz: lengths, plen (ids of the user turn, header of the
-answer included), temp (temperature the answer was sampled at), kind. The same names are in the file that is written.
+TOKENS.u16: the sequences' ids, uint16, one after the other. META.npz: lengths, plen (ids of the user turn, the
+answer's header included), temp (the temperature the answer was sampled at), kind. The same names are in the file that
+is written; a report of what was dropped lies beside it.
 """
 
 from __future__ import annotations

@@ -2,12 +2,13 @@
 
     python evaluate.py --target FOLDER --drafter FOLDER --prompts ../prompts/prompts.jsonl --out eval.json
 
-At T = 0 every exact method emits the target's plain greedy text, so that text is made once and the drafts are walked along
-it: a drafted block at a place of the text is the same whatever method came there. `--check 6` decodes that many prompts
-with `ddlab.Decoder` as well and stops unless text and accepted drafts agree round by round.
+At T = 0 every exact method emits the target's plain greedy text, so that text is made once and the drafts are walked
+along it: the block drafted at a place of the text is the same whatever method came there. `--check 6` decodes that
+many prompts with `ddlab.Decoder` as well and stops unless text and accepted drafts agree round by round.
 
-tau = emitted tokens / rounds: accepted drafts + 1, the round's last token being the target's own. The first token, from
-prefill, is not counted, and the last round of a text is cut at a stop token (not at the length: the text goes on beyond it).
+tau = emitted tokens / rounds: accepted drafts + 1, a round's last token being the target's own. The first token, from
+prefill, is not counted. The last round of a text is cut at a stop token, but not at the length: the greedy text goes
+on beyond it.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def greedy(pair: Pair, prompts: list[list[int]], new_tokens: int) -> list[list[i
         attention_mask=mask.to(pair.device),
         do_sample=False,
         max_new_tokens=new_tokens,
-        eos_token_id=stop,
-        pad_token_id=stop[0],
+        eos_token_id=stop or None,
+        pad_token_id=stop[0] if stop else 0,
     )
     answers = []
     for row in out[:, width:].tolist():

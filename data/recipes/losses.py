@@ -1,12 +1,12 @@
 """The distillation loss of drafted slots through the target's frozen head: plain PyTorch, and fused with Triton.
 
-Per slot: soft * (cross entropy with the target's distribution) + (1 - soft) * (cross entropy with the token of the text).
+Per slot: soft * (cross entropy with the target's distribution) + (1 - soft) * (cross entropy with the text's token).
 A tree needs good ranks below the first, hence the first term; the second is what the walk tests.
 
-Slots are weighted by how likely a round is to get there. reach_j = product over the slots before j of sqrt(p_i), p_i
-being the drafter's probability of the text's token (no gradient flows through it): a root, because a tree goes on where
-a chain has ended. Half of the weight is the fixed decay exp(-j / decay) instead, so that late slots are never forgotten.
-Weights of a block sum to 1, so an easy block (a loop, a list) counts no more than a hard one.
+Slots are weighted by how likely a round is to get there. reach_j = product over the slots i before j of sqrt(p_i), p_i
+being the drafter's probability of the text's token (no gradient flows through it): a root, because a tree goes on
+where a chain has ended. Half of the weight is the fixed decay exp(-j / decay) instead, so that late slots are never
+forgotten. A block's weights sum to 1, so that an easy block (a loop, a list) counts no more than a hard one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Train a DFlash drafter on a corpus of the target's own answers, the target frozen.
 
-    python train_drafter.py --pair smollm2 --target FOLDER --corpus corpus.npz --out FOLDER --steps 9000
+    python train_drafter.py --pair smollm2 --target FOLDER --corpus corpus.npz --out FOLDER --steps 12600
 
-A step is one batch of answers: one forward of the target gives features and teacher, one forward of the drafter drafts
-`--anchors` blocks an answer. Two steps in three take answers cut early and anchors within their first 128 tokens, where
-drafting is hardest; the others take whole answers. Every step draws its own batch from (seed, step), so a run that was
-stopped (`--seconds`) goes on from its checkpoint with the same command as if nothing had happened.
+A step is one batch of answers: one forward of the target gives features and teacher, one forward of the drafter
+drafts `--anchors` blocks an answer. Two steps in three take answers cut early and anchors within their first 128
+tokens, where drafting is hardest; the others take whole answers. Every step draws its batch from (seed, step), so a
+run that was stopped (`--seconds`) goes on with the same command as if nothing had happened.
 
-In FOLDER: model.safetensors and config.json (z-lab's format), curve.json, and state.pt to go on from.
+In FOLDER: model.safetensors and config.json (z-lab's format), curve.json, and state.pt to go on from. Where state.pt is
+gone, the run goes on from the bfloat16 weights with fresh optimizer states.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import argparse
 import json
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from batches import Batch, Batches, system_turn
 from blocks import block_hidden, fuse_norms, target_pass
 from configs import fresh_state, pair_config, zlab_state
 from corpus import Corpus
@@ -31,67 +33,6 @@ from safetensors.torch import load_file, save_file
 from ddlab.checkpoint import rename
 from ddlab.drafter import Drafter
 from ddlab.pair import Pair, load_pair
-
-EARLY = 128  # answer tokens within which an early batch puts its anchors
-SAMPLED_WEIGHT = 0.25  # of an answer sampled at T > 0, against one at T = 0
-ASKED_WEIGHT = 1.6  # of an answer to a question in one of the six kinds, against a self-written one
-HELD_OUT = 512  # sequences never trained on
-
-
-@dataclass
-class Batch:
-    ids: torch.Tensor  # [b, t], padded on the right
-    length: torch.Tensor  # [b]
-    anchors: torch.Tensor  # [b, a]
-
-
-@dataclass
-class Batches:
-    """Batches drawn from (seed, step), of two fixed shapes."""
-
-    corpus: Corpus
-    prefix: list[int]  # put before every sequence: the chat template's system turn
-    device: torch.device
-    seed: int
-    anchors: int
-    tokens: int  # of a batch, padding included
-    rows: np.ndarray = field(init=False)
-    held_out: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        c = self.corpus
-        usable = np.flatnonzero(c.lengths - c.plen >= 4)
-        greedy = usable[c.temp[usable] == 0]
-        held_out = min(HELD_OUT, len(greedy) // 4)
-        self.held_out = np.sort(np.random.default_rng(self.seed).permutation(greedy)[:held_out])
-        self.rows = np.setdiff1d(usable, self.held_out)
-        weight = np.where(c.temp == 0, 1.0, SAMPLED_WEIGHT) * np.where(c.kind == 0, 1.0, ASKED_WEIGHT)
-        self.cumulative = np.cumsum(weight[self.rows])
-        self.longest = -(-(len(self.prefix) + int(c.lengths.max())) // 64) * 64
-        self.flat = torch.from_numpy(np.append(c.tokens, np.zeros(self.longest)).astype(np.int32)).to(self.device)
-
-    def draw(self, step: int) -> Batch:
-        rng = np.random.default_rng([self.seed, step])
-        width = 208 if step % 3 else self.longest
-        place = rng.random(self.tokens // width) * self.cumulative[-1]
-        return self.make(self.rows[np.searchsorted(self.cumulative, place)], min(width, self.longest), rng)
-
-    def make(self, rows: np.ndarray, width: int, rng: np.random.Generator) -> Batch:
-        """Sequences `rows` cut at `width` tokens; anchors uniform over the answer, or over its first EARLY tokens."""
-        c, lead = self.corpus, len(self.prefix)
-        length = np.minimum(c.lengths[rows] + lead, width)
-        first = np.minimum(c.plen[rows] + lead, length - 2)
-        last = length - 2  # the last anchor with a token after it
-        if width < self.longest:
-            last = np.minimum(last, first + EARLY - 1)
-        span = (last - first + 1)[:, None]
-        anchors = first[:, None] + (rng.random((len(rows), self.anchors)) * span).astype(np.int64)
-        offset = torch.from_numpy(c.offset[rows]).to(self.device)[:, None]
-        column = torch.arange(width - lead, device=self.device)[None]
-        limit = torch.from_numpy(length).to(self.device)
-        ids = torch.where(column < limit[:, None] - lead, self.flat[offset + column].long(), 0)
-        head = torch.tensor(self.prefix, device=self.device, dtype=torch.long).expand(len(rows), -1)
-        return Batch(torch.cat([head, ids], 1), limit, torch.from_numpy(anchors).to(self.device))
 
 
 @dataclass
@@ -131,7 +72,7 @@ class Trainer:
     def validate(self, batches: Batches) -> dict[str, Any]:
         """On held-out answers: accepted drafts + 1 of a chain, at anchors in the first EARLY tokens and anywhere."""
         result: dict[str, Any] = {}
-        for name, width in (("early", min(208, batches.longest)), ("anywhere", batches.longest)):
+        for name, width in (("early", batches.early), ("anywhere", batches.longest)):
             rng, hits, valids, losses = np.random.default_rng(5), [], [], []
             for i in range(0, len(batches.held_out), 64):
                 loss, _, hit, valid = self.loss(batches.make(batches.held_out[i : i + 64], width, rng))
@@ -206,13 +147,9 @@ def main() -> None:
         fuse_norms(drafter.model)
     difference = check_fused(pair.target.get_output_embeddings().weight)  # type: ignore[union-attr]
     trainer = Trainer(pair, drafter, fused=difference < 0.02)
-    prefix = list(pair.encode("x").ids)
-    prefix = (
-        prefix[: prefix.index(pair.tokenizer.convert_tokens_to_ids("<|im_start|>"), 1)]
-        if args.pair == "smollm2"
-        else []
-    )
-    batches = Batches(Corpus.load(args.corpus), prefix, device, args.seed, args.anchors, args.tokens)
+    corpus = Corpus.load(args.corpus)
+    prefix = system_turn(list(pair.encode("x").ids), corpus.sequence(0))
+    batches = Batches(corpus, prefix, device, args.seed, args.anchors, args.tokens)
 
     args.out.mkdir(parents=True, exist_ok=True)
     optimizer = optimizers(drafter.model, args.rate, args.optimizer)
@@ -222,7 +159,7 @@ def main() -> None:
         "parameters": sum(p.numel() for p in drafter.model.parameters()),
         "sequences": len(batches.rows),
         "step": 0,
-        "points": [],
+        "points": [],  # [step, seconds, loss, cross entropy of slot 1, norm of the gradient]
         "validation": [],
         "seconds": 0.0,
         "blocks": 0,
@@ -277,9 +214,7 @@ def main() -> None:
     save_drafter(drafter, config, args.out)
     (args.out / "curve.json").write_text(json.dumps(curve) + "\n", encoding="utf-8")
     saved = [o.state_dict() for o in optimizer]
-    torch.save(
-        {"model": drafter.model.state_dict(), "optimizer": saved, "curve": json.dumps(curve)}, state_file
-    )
+    torch.save({"model": drafter.model.state_dict(), "optimizer": saved, "curve": json.dumps(curve)}, state_file)
     print(f"{step} of {args.steps} steps, {time.time() - started:.0f} s", flush=True)
 
 
