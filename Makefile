@@ -54,7 +54,8 @@ lab: $(READY)
 	$(BIN)/jupyter-lab notebooks $(ARGS)
 
 notebooks: $(READY)
-	$(EMBEDDED) $(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks notebooks/*.ipynb
+	$(EMBEDDED) $(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks \
+		--TemplateExporter.extra_template_basedirs=notebooks --template offline_html notebooks/*.ipynb
 
 clean:
 	rm -rf build dist report.html .mypy_cache .pytest_cache .ruff_cache .hypothesis
