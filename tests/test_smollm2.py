@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ddlab import smollm2
+from ddlab import generate, load_pair, smollm2
 
 gguf = pytest.importorskip("gguf")
 
@@ -196,11 +196,12 @@ def test_the_hub_comes_before_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.mark.skipif("DDLAB_TEST_SMOLLM2" not in os.environ, reason="downloads 90 MB")
-def test_the_real_model_answers() -> None:
-    folder = smollm2.smollm2_folder()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    chat = [{"role": "user", "content": "What is the capital of France?"}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = model.generate(**inputs, do_sample=False, max_new_tokens=16)
-    assert "Paris" in tokenizer.decode(out[0, inputs["input_ids"].shape[1] :])
+def test_the_real_pair_answers_and_every_method_gives_its_text() -> None:
+    pair = load_pair("smollm2")
+    question = "What is the capital of France?"
+    texts = [
+        generate(pair, question, method=method, budget=16, max_new_tokens=16) for method in ("ar", "dflash", "ddtree")
+    ]
+    assert "Paris" in texts[0].text
+    assert texts[0].output_ids == texts[1].output_ids == texts[2].output_ids
+    assert texts[2].rounds <= texts[1].rounds < texts[0].rounds
