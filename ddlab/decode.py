@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -33,6 +34,14 @@ if TYPE_CHECKING:
 
 METHODS = ("ar", "dflash", "ddtree")
 T = TypeVar("T")
+_FIXED = {
+    "method",
+    "budget",
+    "sampling",
+    "max_new_tokens",
+    "stop_token_ids",
+    "linear_state",
+}  # what a trace's header says
 
 
 @dataclass
@@ -84,13 +93,11 @@ class Decoder:
     ):
         one_of("method", method, METHODS)
         one_of("linear_state", linear_state, LINEAR_STATES)
-        if budget is not None and budget < 0:
-            raise ValueError(f"budget must be >= 0 drafted nodes, or None for the block's depth, not {budget}")
         stops = pair.stop_token_ids if stop_token_ids is None else tuple(int(t) for t in stop_token_ids)
         beyond = [t for t in stops if not 0 <= t < pair.rows]
         if beyond:
             raise ValueError(f"stop_token_ids {beyond} are outside the target's ids (0..{pair.rows - 1})")
-        self.pair, self.method, self.budget = pair, method, budget
+        self.pair, self.method, self.budget = pair, method, _checked_budget(budget)
         self.sampling = Sampling(float(temperature), int(seed), logits_processor)
         self.max_new_tokens, self.stop_token_ids = _checked_length(max_new_tokens), stops
         self.linear_state = linear_state
@@ -284,12 +291,30 @@ class Decoder:
         else:
             text.back()
 
-    def fork(self) -> Decoder:
-        """An independent copy at the last committed round, with the same hooks. It writes no trace to disk."""
+    def fork(self, *, budget: int | EllipsisType | None = ...) -> Decoder:
+        """An independent copy at the last committed round, with the same hooks. It writes no trace to disk.
+
+        Args:
+            budget: of the copy's rounds from here on, where it is to differ; its trace says from which round.
+        """
+        text = self._started()
         other = copy.copy(self)
-        other._text, other._round, other._trace_path = self._started().fork(), None, None
+        other._text, other._round, other._trace_path = text.fork(), None, None
         other._hooks = self._hooks.copy()
+        if budget is not ...:
+            other.__dict__["budget"] = _checked_budget(budget)
+            settings = other.trace.settings
+            settings["budget_before_fork"] = {"budget": settings["budget"], "rounds": text.place.rounds}
+            settings["budget"] = budget
         return other
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            raise AttributeError(
+                f"{name} is fixed once a decoder is made, because its trace says it: make another Decoder"
+                + (", or fork(budget=...)" if name == "budget" else "")
+            )
+        super().__setattr__(name, value)
 
     # ---- what it says ----------------------------------------------------------------------------------------------
 
@@ -408,6 +433,12 @@ def _made(value: T | None) -> T:
     """A value that an earlier phase has made."""
     assert value is not None
     return value
+
+
+def _checked_budget(budget: int | None) -> int | None:
+    if budget is not None and budget < 0:
+        raise ValueError(f"budget must be >= 0 drafted nodes, or None for the block's depth, not {budget}")
+    return budget
 
 
 def _checked_length(max_new_tokens: int) -> int:

@@ -7,6 +7,7 @@ nested in a conditional-generation model works like a plain one.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -229,9 +230,16 @@ def load_pair(
     source |= {"dtype": str(kind or "auto"), "device_map": None if device_map is None else str(device_map)}
     source["drafter"] = None if drafter is None else drafter.source
     pair = Pair(model, drafter, tokenizer, name=name, source=source)
+    if pair.device.type == "cpu":
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice_on_kernels)
     if attention not in (None, pair.attention):
         raise ValueError(f"attention={attention!r} was asked for, but {type(model).__name__} runs {pair.attention!r}")
     return pair
+
+
+def _is_no_advice_on_kernels(record: logging.LogRecord) -> bool:
+    """On a CPU the reference form of a linear layer is the only one; advice to install a GPU kernel misleads."""
+    return "falling back to its reference PyTorch implementation" not in record.getMessage()
 
 
 def _commit(name: str | Path, revision: str | None) -> str | None:

@@ -91,11 +91,10 @@ def test_a_stop_token_ends_the_text_wherever_it_falls_in_a_block(kind: str, draf
         assert decoder.ids == text[: at + 1]
         assert decoder.finished == "stop_token" == decoder.trace.finished
         decoder.extend([8, 9, 10, 11], max_new_tokens=8)  # the next turn starts from what the user saw
-        decoder.stop_token_ids = ()
+        list(decoder.run())
         expected = plain_text(pair, [*text[: at + 1], 8, 9, 10, 11], 8, Sampling())
-        while decoder.finished is None:
-            decoder.step()
-        assert decoder.ids == expected or decoder.finished == "stop_token"
+        end = expected.index(stop, at + 5) + 1 if stop in expected[at + 5 :] else len(expected)
+        assert decoder.ids == expected[:end]
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "vlm", "swa"])
@@ -212,6 +211,20 @@ def test_a_fork_is_independent(kind: str) -> None:
     fork.back()
     list(decoder.run())
     assert [s.emitted for s in decoder.trace.steps][: fork.trace.rounds] == [s.emitted for s in fork.trace.steps]
+
+
+def test_a_fork_may_take_another_budget_and_says_so() -> None:
+    decoder = decoder_on("dense", budget=12)
+    decoder.start(PROMPT)
+    decoder.step()
+    fork = decoder.fork(budget=2)
+    assert len(fork.step().tree) == 3 and len(decoder.step().tree) == 13
+    assert fork.trace.settings["budget"] == 2 and decoder.trace.settings["budget"] == 12
+    assert fork.trace.settings["budget_before_fork"] == {"budget": 12, "rounds": 1}
+    with pytest.raises(AttributeError, match=r"fork\(budget"):
+        decoder.budget = 3
+    with pytest.raises(ValueError, match="budget must be >= 0"):
+        decoder.fork(budget=-2)
 
 
 # ---- hooks ---------------------------------------------------------------------------------------------------------
