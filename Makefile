@@ -53,8 +53,10 @@ format: $(READY)
 lab: $(READY)
 	$(BIN)/jupyter-lab notebooks $(ARGS)
 
+# Pages that need no network: see notebooks/offline_html. Progress bars are widgets, which no page can show.
 notebooks: $(READY)
-	$(EMBEDDED) $(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks \
+	$(EMBEDDED) HF_HUB_DISABLE_PROGRESS_BARS=1 TRANSFORMERS_VERBOSITY=error \
+		$(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks \
 		--TemplateExporter.extra_template_basedirs=notebooks --template offline_html notebooks/*.ipynb
 
 clean:

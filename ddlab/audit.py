@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 BANDS = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 
 
+SHOWN = 6  # divergences that the text form lists
+
+
 def band(dtype: torch.dtype, *, hybrid: bool = False) -> float:
     """Relative band of ``dtype``. A hybrid in float64 gets float32's: Transformers runs its delta rule in float32."""
     return BANDS[torch.float32] if hybrid and dtype == torch.float64 else BANDS[dtype]
@@ -100,7 +103,11 @@ class Audit:
             f"  path replay: {self.nodes} of {self.nodes_total} nodes in {self.rounds} of {self.rounds_total} "
             f"rounds{sampled}, largest difference {self.max_error:.2g} nats (allowed {self.allowed:.2g})",
         ]
-        return "\n".join([*lines, *(f"  {d}" for d in self.divergences), *(f"  note: {n}" for n in self.notes)])
+        shown = [f"  {d}" for d in self.divergences[:SHOWN]]
+        if len(self.divergences) > SHOWN:
+            ties = sum(d.tie for d in self.divergences)
+            shown.append(f"  … {len(self.divergences)} divergences in all, {ties} of them ties")
+        return "\n".join([*lines, *shown, *(f"  note: {note}" for note in self.notes)])
 
 
 def audit(

@@ -40,7 +40,10 @@ def logits(value: Any, nodes: int, rows: int) -> Tensor:
 
 
 def walk(value: Any, own: Walk, draft: DraftTree, chosen: list[int]) -> Walk:
-    """A walk that is the target's ``own`` or stops earlier on the same path, with the target's choice as bonus."""
+    """A walk that is the target's ``own`` or stops earlier on the same path, with the target's choice as bonus.
+
+    A bonus of None is filled in.
+    """
     if not isinstance(value, Walk):
         raise ValueError("an accept hook returns a Walk(path, bonus, stop_reason)")
     path = tuple(value.path)
@@ -50,8 +53,8 @@ def walk(value: Any, own: Walk, draft: DraftTree, chosen: list[int]) -> Walk:
         )
     if path == own.path and own.bonus is None:  # the text ends here: nothing comes after
         return own
-    if value.bonus != chosen[path[-1]]:
+    if value.bonus not in (None, chosen[path[-1]]):
         raise ValueError(f"the bonus after node {path[-1]} is the target's own choice, {chosen[path[-1]]}")
     children = len(draft.children(path[-1]))
     natural = own.stop_reason if path == own.path else "mismatch" if children else "exhausted"
-    return Walk(path, value.bonus, value.stop_reason or natural)
+    return Walk(path, chosen[path[-1]], value.stop_reason or natural)

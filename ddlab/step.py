@@ -72,7 +72,7 @@ class Step:
 
     def __repr__(self) -> str:
         return (
-            f"Step({self.index}: {len(self.tree) - 1} nodes, {self.accepted} accepted drafts, "
+            f"Step({self.index}: {len(self.tree) - 1} nodes, {self.accepted} accepted, "
             f"{len(self.emitted)} new tokens, {self.stop_reason})"
         )
 
