@@ -117,7 +117,5 @@ def draft_to_target(state: Mapping[str, torch.Tensor], vocab_size: int | None) -
     if "t2d" in state:
         wrong = wrong or not torch.equal(ids.sort().values, state["t2d"].bool().nonzero()[:, 0])
     if wrong:
-        raise ValueError(
-            "d2t, read as offsets (target id = row + d2t[row]), does not give distinct target ids"
-        )
+        raise ValueError("d2t, read as offsets (target id = row + d2t[row]), does not give distinct target ids")
     return ids

@@ -222,9 +222,7 @@ class Drafter:
         """
         if attention not in ("eager", "sdpa"):
             raise ValueError(f"the block's mask needs attention='sdpa' or 'eager', not {attention!r}")
-        model_config, settings = read_config(
-            config, state, drafts_from=drafts_from, block_attention=block_attention
-        )
+        model_config, settings = read_config(config, state, drafts_from=drafts_from, block_attention=block_attention)
         model = _empty_model(model_config, attention, bias=bool(config.get("attention_bias")))
         d2t = checkpoint.draft_to_target(state, settings.vocab_size)
         own = () if d2t is None else ("d2t", "t2d")
@@ -262,9 +260,7 @@ class FeatureTap:
     is the output of the final norm. Only this tap's own hooks are removed on the way out.
     """
 
-    def __init__(
-        self, text_model: Any, layer_ids: Sequence[int], *, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, text_model: Any, layer_ids: Sequence[int], *, device: torch.device | None = None) -> None:
         last = len(text_model.layers) - 1
         self._modules = [text_model.norm if i == last else text_model.layers[i] for i in layer_ids]
         self._ids, self._device = tuple(layer_ids), device
@@ -276,9 +272,7 @@ class FeatureTap:
             self._handles.append(module.register_forward_hook(self._collect(slot)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -31,9 +31,7 @@ class DrafterSettings:
 
     block_size: int
     mask_token_id: int
-    target_layer_ids: tuple[
-        int, ...
-    ]  # l = output of decoder layer l; of the last layer: after the final norm
+    target_layer_ids: tuple[int, ...]  # l = output of decoder layer l; of the last layer: after the final norm
     layer_types: tuple[str, ...]
     sliding_window: int | None  # a sliding layer sees a key if |query position - key position| < window
     block_attention: dict[str, str]  # layer type -> "causal" | "bidirectional", between the tokens of a block
@@ -206,9 +204,7 @@ def _target_layer_ids(read: _Fields, layers: int) -> tuple[int, ...]:
         raise ValueError(f"{where} repeats layers: {list(ids)}; name distinct ones in target_layer_ids")
     for i in ids:
         if i < 0 or (target is not None and i >= target):
-            raise ValueError(
-                f"{where} names layer {i}, but the target has {target} layers (num_target_layers)"
-            )
+            raise ValueError(f"{where} names layer {i}, but the target has {target} layers (num_target_layers)")
     return tuple(ids)
 
 
@@ -224,9 +220,7 @@ def _layer_types(read: _Fields, layers: int) -> tuple[str, ...]:
         read.sources["layer_types"] = rule if windowed else "default (all full_attention)"
     if isinstance(types, str) or len(types) != layers or not set(types) <= set(LAYER_KINDS):
         kinds = ", ".join(LAYER_KINDS)
-        raise ValueError(
-            f"the drafter's layer_types must be a list of {layers} out of {kinds}, not {types!r}"
-        )
+        raise ValueError(f"the drafter's layer_types must be a list of {layers} out of {kinds}, not {types!r}")
     if "sliding_attention" in types and windowed is False:
         raise ValueError(TWICE + "layer_types has sliding layers, use_sliding_window is false")
     return tuple(types)
@@ -279,9 +273,7 @@ def _rope(read: _Fields) -> dict[str, Any]:
     """rope_theta and rope_scaling (old layout), rope_parameters (new), or both where they agree."""
     theta, old, new = read("rope_theta"), read("rope_scaling"), read("rope_parameters")
     if new and any(isinstance(v, dict) for v in new.values()):
-        raise ValueError(
-            f"the drafter's rope_parameters differ by layer type, its class has one for all: {new}"
-        )
+        raise ValueError(f"the drafter's rope_parameters differ by layer type, its class has one for all: {new}")
     if new and old and _scaling(new) != _scaling(old):
         raise ValueError(TWICE + _both({"rope_parameters": new, "rope_scaling": old}))
     thetas = {"rope_parameters.rope_theta": (new or {}).get("rope_theta"), "rope_theta": theta}
