@@ -1,4 +1,4 @@
-"""One HTML file that can be sent to someone: no script, no request, everything it shows is in it."""
+"""One HTML file that can be sent to someone: no request, everything it shows is in it, readable without a script."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 from ddlab.tokens import printable
 from ddlab.trace import Trace
 from ddlab.tracefile import plain
-from ddlab.views import acceptance, mask, page, path, rounds, setup, summary, tree
-
-NODES_DRAWN = 8000  # of a trace; later rounds keep their line, but not their tree: a page of 100 MB helps nobody
+from ddlab.views import acceptance, aligned, data, front, page, path, rounds, setup, summary, timeline
 
 
 def report(
@@ -65,12 +63,13 @@ def _document(traces: Sequence[Trace], audits: Sequence[Any], title: str) -> str
         *(_verdict(*run) for run in zip(traces, names, audits, strict=True)),
         "<h2>Methods side by side</h2>",
         summary.summary_view(traces, audits).html,
+        aligned.aligned_view(traces, [_data_name(i) for i in range(len(traces))]).html,
         '<h2 id="setup">Setup</h2>',
         setup.setup_view(traces).html,
         *(_run(i, trace, name) for i, (trace, name) in enumerate(zip(traces, names, strict=True))),
         _data(traces, audits),
     ]
-    return page.document(title, f"<main>{''.join(body)}</main>")
+    return page.document(title, f"<main>{''.join(body)}</main>", script=True)
 
 
 def _headline(audits: Sequence[Any]) -> str:
@@ -101,45 +100,36 @@ def _verdict(trace: Trace, name: str, audit: Any) -> str:
     return f"{page.notes(trace)[1]}<details{opened}>{detail}</details>"
 
 
+def _data_name(number: int) -> str:
+    return f"run{number}-data"
+
+
 def _run(number: int, trace: Trace, name: str) -> str:
-    parts = [
-        f'<h2 id="run{number}">{page.escape(name)}</h2>',
-        "<h3>Text by round</h3>",
-        path.path_view(trace).html,
-    ]
+    parts = [f'<h2 id="run{number}">{page.escape(name)}</h2>']
     if not trace.steps:
-        return "".join([*parts, "<p>No round was needed.</p>"])
+        return "".join([*parts, path.path_view(trace).html, "<p>No round was needed.</p>"])
     if all(len(step.tree) == 1 for step in trace.steps):
         count = f"{trace.rounds} round{'s' if trace.rounds != 1 else ''}"
-        return "".join([*parts, f"<p>Nothing was drafted: {count} of one token each, the target's own.</p>"])
-    parts += ["<h3>Acceptance</h3>", acceptance.acceptance_view(trace).html]
-    parts += ["<h3>Rounds</h3>", page.notes(trace)[1], tree.LEGEND]
-    drawn = 0
-    for step in trace.steps:
-        drawn += len(step.tree)
-        parts.append(_round(trace, step.index, drawn <= NODES_DRAWN))
-    if drawn > NODES_DRAWN:
-        parts.append(f'<p class="soft">Trees are drawn up to {NODES_DRAWN} nodes a run; the trace holds them all.</p>')
+        said = f"<p>Nothing was drafted: {count} of one token each, the target's own.</p>"
+        return "".join([*parts, path.path_view(trace).html, said])
+    named = _data_name(number)
+    text = page.escape(rounds.trace_text(trace))
+    parts += [
+        "<h3>Text and rounds</h3>",
+        front.inspector(named, ("text", "tree", "mask")),
+        front.data(named, data.run_data(trace)),
+        f"<noscript>{rounds.run_html(trace)}</noscript>",
+        f'<details class="rounds"><summary>every round as text</summary><div><pre>{text}</pre></div></details>',
+        "<h3>Acceptance</h3>",
+        acceptance.acceptance_html(trace, named),
+        "<h3>Time</h3>",
+        timeline.time_view(trace).html,
+    ]
     return "".join(parts)
 
 
-def _round(trace: Trace, number: int, draw: bool) -> str:
-    step = trace.steps[number]
-    flags = [f"edited: {', '.join(step.edited)}"] if step.edited else []
-    flags += ["flattened"] if trace.settings.get("linear_state") == "flattened" else []
-    flag = "".join(f' <span class="bad">{page.escape(said)}</span>' for said in flags)
-    counts = (f"position {step.start}", f"{len(step.tree) - 1} drafted", f"{step.accepted} accepted")
-    line = f"<b>{number}</b>{''.join(f'<span>{count}</span>' for count in counts)}"
-    line += f"<span>{len(step.emitted)} new</span><span>{step.stop_reason}</span>"
-    line = f'<summary class="round">{line}<span>{rounds.round_html(trace, number)}{flag}</span></summary>'
-    if not draw:
-        return f"<details>{line}</details>"
-    seen = f"<summary>what each node could see</summary><div>{mask.mask_html(trace, number)}</div>"
-    return f"<details>{line}<div>{tree.tree_html(trace, number)}<details>{seen}</details></div></details>"
-
-
 def _data(traces: Sequence[Trace], audits: Sequence[Any]) -> str:
-    """The figures, for a program. `<` is written as an escape, so that no text can close the element."""
+    """The figures, for a program."""
     runs = []
     for trace, audit in zip(traces, audits, strict=True):
         pace = summary.speed(trace)
@@ -159,5 +149,4 @@ def _data(traces: Sequence[Trace], audits: Sequence[Any]) -> str:
                 "audit": audit if audit is None or isinstance(audit, dict) else audit.to_dict(),
             }
         )
-    encoded = json.dumps(plain({"runs": runs}), separators=(",", ":")).replace("<", "\\u003c")
-    return f'<script type="application/json" id="ddlab-report">{encoded}</script>'
+    return front.data("ddlab-report", {"runs": runs})

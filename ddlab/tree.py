@@ -137,8 +137,12 @@ class DraftTree:
         return path[::-1]
 
     def to_graphviz(self, labels: list[str] | None = None) -> graphviz.Digraph:
-        """The tree as a graph, one label a node (default: the token ids). A label is drawn as it is, never
-        read as markup, escape or entity; a control character as its picture (a newline as ␊).
+        """The tree as a graph for papers, one label a node (default: the token ids): depth to the right, lines as
+        wide as the draft held the token likely. It draws SVG, PDF and PNG, with Graphviz's dot or, without it, with
+        pygraphviz.
+
+        A label is drawn as it is, never read as markup, escape or entity; a control character as its picture (a
+        newline as ␊).
 
         Raises ImportError where the graphviz package is missing, ValueError where labels are.
         """
@@ -146,14 +150,19 @@ class DraftTree:
             import graphviz
         except ImportError as error:
             raise ImportError("to_graphviz needs the graphviz package: pip install graphviz") from error
+        from ddlab.views.dot import TreeGraph
+
         labels = [str(token) for token in self.tokens.tolist()] if labels is None else labels
         if len(labels) != len(self):
             raise ValueError(f"{len(labels)} labels for {len(self)} nodes: give one each, the root's first")
-        graph = graphviz.Digraph(node_attr={"shape": "box"})
+        graph = TreeGraph()
         for node, label in enumerate(labels):
             graph.node(str(node), graphviz.escape(label.translate(_LITERAL)))
             if node:
-                graph.edge(str(self.parents[node]), str(node))
+                parent = int(self.parents[node])
+                prob = np.exp(self.log_prob[node] - self.log_prob[parent])
+                width = {} if np.isnan(prob) else {"penwidth": f"{0.5 + 4 * min(prob, 1.0):.2f}"}
+                graph.edge(str(parent), str(node), **width)
         return graph
 
     def __len__(self) -> int:

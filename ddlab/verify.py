@@ -99,9 +99,8 @@ class _LinearState:
     """What the forward under way did in one gated-delta-net layer; the committed states live in :class:`Committed`."""
 
     def __init__(self) -> None:
-        self.columns: Tensor | None = (
-            None  # [1, channels, kernel + n], or [1, channels, n] for the first rows of a text
-        )
+        # [1, channels, kernel + n]: the committed window and the rows; without a window for the first rows of a text
+        self.columns: Tensor | None = None
         self.kernel = 0
         self.after: Tensor | TreeWrites | None = None
 

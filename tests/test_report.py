@@ -20,10 +20,10 @@ from ddlab.step import Step
 from ddlab.tokens import Token
 from ddlab.trace import Trace
 from ddlab.tree import DraftTree
-from ddlab.views import page, path, rounds, setup, summary, tree
+from ddlab.views import front, page, path, rounds, setup, summary, tree
 
 HOSTILE = 'a<b && "c" <img src=x onerror=alert(1)> </script><b>x\u2028 \u202eflip\u202c \ud83d end'
-VOID = {"meta", "path", "rect", "circle", "br"}
+VOID = {"meta", "br"}
 
 
 class Page(HTMLParser):
@@ -107,6 +107,7 @@ def all_views(trace):
         views.mask_view(trace, last),
         views.path_view(trace),
         views.acceptance_view(trace),
+        views.time_view(trace),
         views.summary_view([trace]),
         views.setup_view([trace]),
     ]
@@ -115,17 +116,27 @@ def all_views(trace):
 # ---- nothing a token contains can break a page -------------------------------------------------
 
 
-@pytest.mark.parametrize("number", range(6))
+def code_of(content):
+    """The contents of script elements that are code, not data."""
+    return re.findall(r'<script type="module">(.*?)</script>', content, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(7))
 def test_hostile_tokens_leave_a_view_well_formed(number):
     view = all_views(zoo_trace())[number]
-    document = Page(view.document())
-    assert not document.tags & {"script", "img", "iframe"}
+    content = view.document()
+    document = Page(content)
+    assert not document.tags & {"img", "iframe"}
+    assert code_of(content) == ([front.PAGE] if view.run else [])
+    assert len(document.inside.get("script", [])) == (2 if view.run else 0)  # ours and its data
     assert not [name for name, _ in document.attributes if name.startswith("on")]
 
 
 def test_hostile_tokens_leave_a_report_well_formed(tmp_path):
-    document = Page(ddlab.report(zoo_trace(), tmp_path / "r.html").read_text("utf-8"))
-    assert "img" not in document.tags and len(document.inside["script"]) == 1
+    content = ddlab.report(zoo_trace(), tmp_path / "r.html").read_text("utf-8")
+    document = Page(content)
+    assert "img" not in document.tags and code_of(content) == [front.PAGE]
+    assert len(document.inside["script"]) == 3  # code, the run for the inspector, the figures for programs
     assert not [name for name, _ in document.attributes if name.startswith("on")]
 
 
@@ -372,14 +383,14 @@ def test_settings_are_read_as_written():
 
 def test_every_view_of_the_wrong_way_says_so():
     trace = trace_of(small_step(), linear_state="flattened")
-    for view in all_views(trace)[:5]:
+    for view in all_views(trace)[:6]:
         assert "flattened" in view.text and "flattened" in view.html, view
     assert "flattened" in trace.to_text()
 
 
 def test_every_view_of_an_edited_run_says_so():
     trace = trace_of(small_step(edited=("draft",)))
-    for view in all_views(trace)[:5]:
+    for view in all_views(trace)[:6]:
         assert "a hook replaced values (draft)" in view.text.lower(), view
         assert "a hook replaced values (draft)" in view.html.lower(), view
     assert "(edited: draft)" in trace.to_text()

@@ -6,6 +6,7 @@ from collections import Counter
 
 from ddlab.step import Step
 from ddlab.trace import ENOUGH_ROUNDS, Mean, Trace
+from ddlab.views import rates
 from ddlab.views.page import View, escape, figure, label, notes, svg, table
 
 # the mark of each stop reason in pictures, and what it means
@@ -19,14 +20,20 @@ BAR, UNIT, LEFT = 14, 11, 34  # pixels of a round, of a token, and of the axis o
 
 
 def acceptance_view(trace: Trace) -> View:
-    """New tokens of each round, rounds by accepted drafts, stop reasons; figures on few rounds are greyed."""
+    """By round, as a histogram, by stop reason, depth, rank and draft probability; greyed on few rounds."""
     (note_text, note_html), steps = notes(trace), trace.steps
     means = (trace.accepted_drafts, trace.tokens_per_round)
+    text = [note_text + describe(means[0]), describe(means[1]), *_lines(steps), *rates.lines(steps)]
+    return View(f"acceptance ({trace.method})", "\n".join(text), note_html + acceptance_html(trace), height=900)
+
+
+def acceptance_html(trace: Trace, run: str = "") -> str:
+    """The figures, for a page that says the rest; columns lead to their rounds in the inspector of `run`."""
+    means, steps = (trace.accepted_drafts, trace.tokens_per_round), trace.steps
     body = "".join(f'<p class="{"" if mean.enough else "few"}">{escape(describe(mean))}</p>' for mean in means)
-    if steps:
-        body += f'<div class="side">{_bars(steps)}{_histogram(steps)}</div>{_stops(steps)}'
-    text = [note_text + describe(means[0]), describe(means[1]), *_lines(steps)]
-    return View(f"acceptance ({trace.method})", "\n".join(text), note_html + body, height=620)
+    if not steps:
+        return body
+    return body + f'<div class="side">{_bars(steps, run)}{_histogram(steps)}</div>{_stops(steps)}{rates.figures(steps)}'
 
 
 def describe(mean: Mean) -> str:
@@ -55,7 +62,7 @@ def _mark(step: Step) -> str:
     return STOPS.get(step.stop_reason, ("?", ""))[0]
 
 
-def _bars(steps: list[Step]) -> str:
+def _bars(steps: list[Step], run: str) -> str:
     """A column a round: accepted drafts, the target's own token on top, the stop reason as a mark below."""
     most = max(len(step.emitted) for step in steps)
     unit = min(UNIT, max(3.0, 150 / most))
@@ -78,7 +85,8 @@ def _bars(steps: list[Step]) -> str:
             column.append(label(middle, base + 27, step.index, "soft mid"))
         if step.edited:
             column.append(label(middle, base + 40, "e", "mid"))
-        out.append(f"<g>{''.join(column)}</g>")
+        link = f' data-goto="{run}" data-number="{step.index}"' if run else ""
+        out.append(f"<g{link}>{''.join(column)}</g>")
     marks = ", ".join(f"<b>{mark}</b> {reason}" for reason, (mark, _) in STOPS.items())
     caption = (
         "New tokens of each round: ■ filled, accepted drafts; □ outlined, the target's own.<br>"

@@ -6,6 +6,7 @@ import numpy as np
 
 from ddlab import tokens
 from ddlab.trace import Trace
+from ddlab.views.data import run_data
 from ddlab.views.page import View, escape, figure, label, notes, shorten, svg
 
 CELL, BAND = 11, 46  # pixels of a node and of the committed band
@@ -32,7 +33,9 @@ def mask_view(trace: Trace, round: int) -> View:
         title=f"mask of round {step.index}",
         text=note_text + "\n".join(said + lines),
         html=f"{note_html}<p>{escape(' '.join(said))}</p>{mask_html(trace, round)}",
-        height=190 + CELL * len(seen),
+        height=240 + min(620, CELL * len(seen)),
+        run=run_data(trace, [round]),
+        panels=("mask",),
     )
 
 

@@ -1,6 +1,6 @@
-"""What all views share: the two renderings of a view, escaping, and the one stylesheet.
+"""What all views share: the two renderings of a view, escaping, and the one page around them.
 
-The stylesheet (`style.css`) names its colours by role and follows the reader's light or dark theme.
+Stylesheets name colours by role and follow the reader's light or dark theme (`front/inspector.css`, `style.css`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,29 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddlab.trace import Trace
+from ddlab.views import front
 
-STYLE = Path(__file__).with_name("style.css").read_text("utf-8")
+STYLE = front.STYLE + Path(__file__).with_name("style.css").read_text("utf-8")
 
 
 @dataclass(frozen=True, repr=False)
 class View:
-    """One view, rendered twice. `html` is a fragment for a page with `STYLE`, `height` its likely pixels."""
+    """One view, rendered twice, and a third time where a script may run.
+
+    `html` is a fragment for a page with `STYLE`, `height` its likely pixels. With `run` (made by `data.run_data`) a
+    page shows `panels` of an inspector instead, and `html` where scripts are off.
+    """
 
     title: str
     text: str
     html: str
     height: int = 400
+    run: dict[str, Any] | None = None
+    panels: tuple[str, ...] = ("text", "tree", "mask")
+    round: int = 0  # that the inspector begins with: a place in the run's rounds
 
     def __str__(self) -> str:
         return self.text
@@ -34,7 +43,11 @@ class View:
 
     def document(self) -> str:
         """A page of its own, without a reference to anything outside it."""
-        return document(self.title, f"<main>{self.html}</main>")
+        if self.run is None:
+            return document(self.title, f'<main class="cell">{self.html}</main>')
+        shown = front.inspector("run", self.panels, self.round)
+        body = f"{shown}<noscript>{self.html}</noscript>{front.data('run', self.run)}"
+        return document(self.title, f'<main class="cell">{body}</main>', script=True)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         # a document inside an iframe is the form that JupyterLab, VS Code and an exported page all show
@@ -96,15 +109,18 @@ def figure(picture: str, caption: str, style: str = "") -> str:
     return f'<figure><div class="scroll">{picture}</div>{said}{caption}</figcaption></figure>'
 
 
-def document(title: str, body: str) -> str:
-    # the policy makes it certain: no script, no request, whatever a token's text contains
-    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+def document(title: str, body: str, *, script: bool = False) -> str:
+    """A whole page. With `script`, the front end runs in it and opens its inspectors."""
+    # the policy makes it certain: no request, and no script or style but ours, whatever a token's text contains
+    allowed = f"script-src {front.digest(front.PAGE)}; " if script else ""
+    policy = f"default-src 'none'; {allowed}style-src {front.digest(STYLE)}; img-src data:"
+    code = f'<script type="module">{front.PAGE}</script>' if script else ""
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<!doctype html><html lang="en" class="ddlab"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body>{body}</body></html>\n"
+        f"<style>{STYLE}</style></head><body>{body}{code}</body></html>\n"
     )
 
 

@@ -2,52 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ddlab import tokens
 from ddlab.trace import Trace
+from ddlab.views.data import run_data
 from ddlab.views.page import View, escape, notes
+from ddlab.views.pieces import Piece, pieces, readable
 
 TINTS = 4  # background tints that rounds take in turn
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One token of the text. `text` is what it adds to the running text, "" for a part of a character."""
-
-    id: int
-    kind: str  # "prompt" | "first" | "draft" | "bonus"
-    round: int | None  # None before the first round
-    text: str
-    label: str
-
-
-def pieces(trace: Trace) -> list[Piece]:
-    """Prompt and new tokens in order. A character over several tokens is shown where it becomes whole."""
-    listed: list[tuple[int, str, int | None]] = [(token, "prompt", None) for token in trace.prompt_ids]
-    if trace.first_token is not None:
-        listed.append((trace.first_token, "first", None))
-    for step in trace.steps:
-        for place, token in enumerate(step.emitted):
-            listed.append((token, "draft" if place < step.accepted else "bonus", step.index))
-    table = trace.token_text
-    texts = tokens.text_pieces((token for token, _, _ in listed), table)
-    return [
-        Piece(token, kind, number, text, tokens.show(token, table))
-        for (token, kind, number), text in zip(listed, texts, strict=True)
-    ]
 
 
 def path_view(trace: Trace, *, prompt: bool = True) -> View:
     """The text coloured by round: drafts underlined, the target's own tokens bold over a dotted line."""
     note_text, note_html = notes(trace)
     shown = [piece for piece in pieces(trace) if prompt or piece.kind != "prompt"]
+    run = run_data(trace)
+    run["text"] = run["text"][-len(shown) :] if shown else []
     return View(
         title=f"text by round ({trace.method})",
         text=note_text + _as_text(shown),
-        html=f'{note_html}{LEGEND}<div class="text" dir="ltr">{_as_html(shown)}</div>',
-        height=160 + 31 * (1 + sum(len(piece.text) for piece in shown) // 120),
+        html=f"{note_html}{LEGEND}{text_html(trace, prompt=prompt)}",
+        height=220 + 31 * (1 + sum(len(piece.text) for piece in shown) // 120),
+        run=run,
+        panels=("text",),
     )
+
+
+def text_html(trace: Trace, *, prompt: bool = True) -> str:
+    """The text alone, for a page that has the legend already."""
+    shown = [piece for piece in pieces(trace) if prompt or piece.kind != "prompt"]
+    return f'<div class="text" dir="ltr">{_as_html(shown)}</div>'
 
 
 def _as_text(shown: list[Piece]) -> str:
@@ -66,13 +48,14 @@ def _as_html(shown: list[Piece]) -> str:
             out.append(f"<sup>{piece.round}</sup>")
             last = piece.round
         tint = "" if piece.round is None else f" t{piece.round % TINTS}"
-        out.append(f'<bdi class="{piece.kind[0]}{tint}">{_visible(piece)}</bdi>')
+        tip = f' title="the drafter\'s first choice was {escape(piece.first)}"' if piece.first else ""
+        out.append(f'<bdi class="{piece.kind[0]}{tint}"{tip}>{_visible(piece)}</bdi>')
     return "".join(out)
 
 
 def _visible(piece: Piece) -> str:
-    """Running text; a line break also has a mark, and what draws nothing is shown as its label."""
-    if piece.text and all(char.isprintable() or char == "\n" for char in piece.text):
+    """Running text, where a line break also has a mark; or the label."""
+    if readable(piece.text):
         return escape(piece.text).replace("\n", "<i>↵</i>\n")
     return f"<i>{escape(piece.label)}</i>"
 

@@ -1,12 +1,67 @@
-"""A whole run as text, round by round."""
+"""A whole run, round by round: as text, as a static list, and as an inspector."""
 
 from __future__ import annotations
 
 from ddlab import tokens
 from ddlab.trace import Trace
+from ddlab.views import mask, path, tree
 from ddlab.views.acceptance import describe
-from ddlab.views.page import notes, token
+from ddlab.views.data import run_data
+from ddlab.views.page import View, escape, notes, token
 from ddlab.views.tree import tree_view
+
+NODES_DRAWN = 8000  # in a static list; later rounds keep their line, but not their tree: nobody reads 100 MB
+NODES_IN_A_CELL = 20000  # of a notebook
+
+
+def rounds_view(trace: Trace, round: int = 0) -> View:
+    """Text, tree and mask of every round in one layout, as the widget has them; begins with `round`.
+
+    Of a very long run only the rounds around it, so that a cell stays small: a report holds them all.
+    """
+    chosen = range(trace.rounds)
+    number = chosen[round] if chosen else 0  # IndexError for an unknown one; -1 is the last
+    while len(chosen) > 1 and sum(len(trace.steps[i].tree) for i in chosen) > NODES_IN_A_CELL:
+        chosen = chosen[1:] if number - chosen[0] > chosen[-1] - number else chosen[:-1]
+    text = trace_text(trace)
+    run = run_data(trace, None if len(chosen) == trace.rounds else chosen)
+    if len(chosen) < trace.rounds:
+        run["notes"] = [*run["notes"], f"Rounds {chosen[0]} to {chosen[-1]} of {trace.rounds}; a report has them all."]
+    return View(
+        title=f"rounds ({trace.method})",
+        text=text,
+        html=f"{path.LEGEND}{path.text_html(trace)}<pre>{escape(text)}</pre>",
+        height=900,
+        run=run,
+        round=number - chosen[0] if chosen else 0,
+    )
+
+
+def run_html(trace: Trace) -> str:
+    """Text and rounds without a script: a line a round that opens on its tree and mask."""
+    parts = [notes(trace)[1], path.LEGEND, path.text_html(trace), tree.LEGEND]
+    drawn = 0
+    for step in trace.steps:
+        drawn += len(step.tree)
+        parts.append(_opening(trace, step.index, drawn <= NODES_DRAWN))
+    if drawn > NODES_DRAWN:
+        parts.append(f'<p class="soft">Trees are drawn up to {NODES_DRAWN} nodes a run; the trace holds them all.</p>')
+    return "".join(parts)
+
+
+def _opening(trace: Trace, number: int, draw: bool) -> str:
+    step = trace.steps[number]
+    flags = [f"edited: {', '.join(step.edited)}"] if step.edited else []
+    flags += ["flattened"] if trace.settings.get("linear_state") == "flattened" else []
+    flag = "".join(f' <span class="bad">{escape(said)}</span>' for said in flags)
+    counts = (f"position {step.start}", f"{len(step.tree) - 1} drafted", f"{step.accepted} accepted")
+    line = f"<b>{number}</b>{''.join(f'<span>{count}</span>' for count in counts)}"
+    line += f"<span>{len(step.emitted)} new</span><span>{step.stop_reason}</span>"
+    line = f'<summary class="round">{line}<span>{round_html(trace, number)}{flag}</span></summary>'
+    if not draw:
+        return f"<details>{line}</details>"
+    seen = f"<summary>what each node could see</summary><div>{mask.mask_html(trace, number)}</div>"
+    return f"<details>{line}<div>{tree.tree_html(trace, number)}<details>{seen}</details></div></details>"
 
 
 def trace_text(trace: Trace, *, trees: bool = False) -> str:

@@ -6,9 +6,12 @@ import math
 import unicodedata
 from dataclasses import dataclass
 
+import numpy as np
+
 from ddlab import tokens
 from ddlab.step import Step
 from ddlab.trace import Trace
+from ddlab.views.data import run_data
 from ddlab.views.page import View, escape, label, notes, shorten, svg, token
 
 COLUMN, ROW = 92, 17  # pixels of a depth and of a leaf in the picture
@@ -66,7 +69,37 @@ def outcome(step: Step, trace: Trace) -> str:
         "stop_token": "ends the text",
         "length": "is the last token asked for",
     }.get(step.stop_reason, "")
-    return f"{step.stop_reason}: the target's own {choice} ({prob}, margin {step.margin[end]:.2f}) {why}"
+    near = near_miss(step, trace, end) if step.stop_reason in ("mismatch", "exhausted") else ""
+    said = f"{step.stop_reason}: the target's own {choice} ({prob}, margin {step.margin[end]:.2f}) {why}"
+    return f"{said}; {near}" if near else said
+
+
+def near_miss(step: Step, trace: Trace, node: int) -> str:
+    """Why the target's choice after `node` was not drafted there, as far as the draft can tell; "" if it was.
+
+    Drafted below another parent; or ranked by the drafter at that depth, with the score its path would have had
+    beside that of the last node that the budget had room for; or beyond the depth of the draft.
+    """
+    tree, choice, depth, best = step.tree, int(step.target_choice[node]), int(step.tree.depth[node]), step.draft_ids
+    same = (tree.tokens == choice) & (tree.depth == depth + 1)  # bool [n]
+    if np.any(same & (tree.parents == node)) or not len(best):
+        return ""
+    if depth >= len(best):
+        return f"the draft ended at depth {len(best)}"
+    said, others = [], np.flatnonzero(same).tolist()
+    if others:
+        parents = [f"{tokens.show(int(tree.tokens[tree.parents[i]]), trace.token_text)} (node {i})" for i in others]
+        said.append(f"drafted after {', '.join(parents[:3])}{', …' if len(parents) > 3 else ''} instead")
+    ranks = np.flatnonzero(best[depth] == choice).tolist()
+    if ranks:
+        log_prob, last = float(step.draft_log_probs[depth, ranks[0]]), float(tree.log_prob[-1])
+        score = float(tree.log_prob[node]) + log_prob
+        here = f"the drafter's #{ranks[0] + 1} at depth {depth + 1} ({_percent(_prob(log_prob))})"
+        known = len(tree) > 1 and not math.isnan(score + last)
+        said.append(f"{here}: path {score:.2f}, the last node drafted has {last:.2f}" if known else here)
+    elif not others:
+        said.append(f"not among the drafter's first {best.shape[1]} at depth {depth + 1}")
+    return "; ".join(said)
 
 
 def heading(step: Step) -> str:
@@ -89,7 +122,9 @@ def tree_view(trace: Trace, round: int) -> View:
         title=f"tree of round {step.index}",
         text="\n".join([f"{note_text}{said}{edited}", *_text_lines(step, rows, trace)]),
         html=f"{note_html}<p>{escape(heading(step))}{escape(edited)}</p>{LEGEND}{tree_html(trace, round)}",
-        height=230 + ROW * sum(not node.children for node in rows),
+        height=820,
+        run=run_data(trace, [round]),
+        panels=("tree",),
     )
 
 

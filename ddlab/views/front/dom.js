@@ -14,7 +14,8 @@ export function svg(name, attributes = {}, ...children) {
 
 function fill(node, { on = {}, ...attributes }, children) {
     for (const [key, value] of Object.entries(attributes)) {
-        if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
+        if (value !== null && value !== undefined && value !== false)
+            node.setAttribute(key, value === true ? "" : value);
     }
     for (const [event, listener] of Object.entries(on)) node.addEventListener(event, listener);
     node.append(...children.filter((child) => child !== null && child !== undefined));

@@ -4,6 +4,15 @@ import { fixed, percent } from "./dom.js";
 
 export const OWN = -1; // stands for the target's own token at the end of the path, which is no node
 
+export const ROLES = {
+    root: "root",
+    accepted: "accepted draft",
+    own: "the target's own token",
+    missed: "the target's choice there, never reached",
+    near: "near miss: the right token under another parent",
+    "": "not taken",
+};
+
 export class Round {
     /** `json` is one of `run.rounds` (made in data.py); tokens in it are places in `run.tokens`. */
     constructor(run, json) {
@@ -25,8 +34,17 @@ export class Round {
         return this.run.tokens[place][1];
     }
 
-    name(node) {
-        return this.label(node === OWN ? this.choice[this.path.at(-1)] : this.tokens[node]);
+    /** Bytes of a token in hexadecimal, "" for none, null for an id without a token. Ordinary labels spell them. */
+    bytes(place) {
+        const [, label, hex] = this.run.tokens[place];
+        if (hex === null) return null;
+        const spelled = () => [...new TextEncoder().encode(label.replaceAll("␣", " "))].map(asHex);
+        const all = hex === undefined ? spelled() : (hex.match(/../g) ?? []);
+        return all.join(" ").toUpperCase();
+    }
+
+    name(node, walk) {
+        return this.label(node === OWN ? walk.bonus : this.tokens[node]);
     }
 
     children(node, budget = this.size - 1) {
@@ -93,11 +111,13 @@ export class Round {
         }
         const rank = this.best[below].indexOf(this.choice[node]);
         if (rank < 0) {
-            if (!others.length) said.push(`not among the drafter's first ${this.best[below].length} at depth ${below + 1}`);
+            if (!others.length)
+                said.push(`not among the drafter's first ${this.best[below].length} at depth ${below + 1}`);
         } else {
             const last = Math.min(budget, this.size - 1);
             const score = this.log_prob[node] === null ? null : this.log_prob[node] + this.best_log_prob[below][rank];
-            const here = `the drafter's #${rank + 1} at depth ${below + 1} (${percent(this.best_log_prob[below][rank])})`;
+            const prob = percent(this.best_log_prob[below][rank]);
+            const here = `the drafter's #${rank + 1} at depth ${below + 1} (${prob})`;
             const known = score !== null && last > 0 && this.log_prob[last] !== null;
             const scores = `: path ${fixed(score)}, the last node drafted has ${fixed(this.log_prob[last])}`;
             said.push(here + (known ? scores : ""));
@@ -132,6 +152,10 @@ export class Round {
         const near = walk.stop === "mismatch" || walk.stop === "exhausted" ? this.near(end, budget) : "";
         return `${walk.stop}: the target's own ${own} (${sure}) ${why[walk.stop] ?? ""}${near ? `; ${near}` : ""}`;
     }
+}
+
+function asHex(byte) {
+    return byte.toString(16).padStart(2, "0");
 }
 
 /** Places of the tree's nodes: depth to the right, a row for every leaf, so that no two subtrees share a row. */
