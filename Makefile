@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); torch is large, so this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt "pip>=25.3"
-	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt --build-constraint constraints.txt --group dev -e ".[lab,gguf]"
+	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt --build-constraint constraints.txt --group dev -e ".[lab,draw,gguf]"
 	@touch $@
 
 report: $(READY)
@@ -53,10 +53,12 @@ format: $(READY)
 lab: $(READY)
 	$(BIN)/jupyter-lab notebooks $(ARGS)
 
-# Pages that need no network: see notebooks/offline_html. Progress bars are widgets, which no page can show.
+# Pages that need no network: see notebooks/offline_html. No page can show a widget: progress bars stay out, and without
+# widget state an inspector shows its static form.
 notebooks: $(READY)
 	$(EMBEDDED) HF_HUB_DISABLE_PROGRESS_BARS=1 TRANSFORMERS_VERBOSITY=error \
 		$(BIN)/jupyter-nbconvert --to html --execute --output-dir build/notebooks \
+		--ExecutePreprocessor.store_widget_state=False \
 		--TemplateExporter.extra_template_basedirs=notebooks --template offline_html notebooks/*.ipynb
 
 clean:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
 try:
@@ -20,6 +22,7 @@ _EXPORTS = {
     "Pair": "pair",
     "Step": "trace",
     "Trace": "trace",
+    "TreeInspector": "widget",
     "Walk": "sampling",
     "audit": "audit",
     "generate": "decode",
@@ -36,6 +39,17 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"ddlab.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Some functions are named like the module that defines them; importing that module must not hide them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _EXPORTS and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

@@ -96,7 +96,8 @@ def _report(arguments: argparse.Namespace) -> int:
         pair = _load(arguments, methods)
         decoders = {method: _decoder(pair, arguments, method) for method in methods}
 
-    import ddlab
+    from ddlab.audit import audit as audit_trace
+    from ddlab.report import report
     from ddlab.views import summary_view
 
     progress = _Progress(arguments)
@@ -109,9 +110,9 @@ def _report(arguments: argparse.Namespace) -> int:
             progress.round(decoder.trace, arguments.max_new_tokens)
         progress.say(f"{method}: comparing {decoder.trace.rounds} rounds with the target itself")
         traces.append(decoder.trace)
-        audits.append(ddlab.audit(pair, decoder.trace))
+        audits.append(audit_trace(pair, decoder.trace))
     progress.clear()
-    path = ddlab.report(traces, out, audits=audits)
+    path = report(traces, out, audits=audits)
     print(summary_view(traces, audits).text)
     wrong = [audit for audit in audits if not audit.ok]
     for audit in wrong:

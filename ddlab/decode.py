@@ -256,7 +256,9 @@ class Decoder:
             chosen = choice.tokens.cpu().numpy()
             own = walk(tree, chosen, self.stop_token_ids, text.room)
             now.choice = choice
-            now.walk = self._edit("accept", now, own, lambda value: edits.walk(value, own, tree, chosen.tolist()))
+            now.walk = self._edit(
+                "accept", now, own, lambda value: edits.walk(value, own, chosen.tolist(), self.stop_token_ids)
+            )
         return _made(now.walk)
 
     def commit(self) -> Step:

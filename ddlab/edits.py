@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ def logits(value: Any, nodes: int, rows: int) -> Tensor:
     return value
 
 
-def walk(value: Any, own: Walk, draft: DraftTree, chosen: list[int]) -> Walk:
+def walk(value: Any, own: Walk, chosen: list[int], stop_token_ids: Container[int]) -> Walk:
     """A walk that is the target's ``own`` or stops earlier on the same path, with the target's choice as bonus.
 
-    A bonus of None is filled in.
+    A bonus of None is filled in; the reason is ``edited``, unless the bonus ends the text.
     """
     if not isinstance(value, Walk):
         raise ValueError("an accept hook returns a Walk(path, bonus, stop_reason)")
@@ -53,8 +54,9 @@ def walk(value: Any, own: Walk, draft: DraftTree, chosen: list[int]) -> Walk:
         )
     if path == own.path and own.bonus is None:  # the text ends here: nothing comes after
         return own
-    if value.bonus not in (None, chosen[path[-1]]):
-        raise ValueError(f"the bonus after node {path[-1]} is the target's own choice, {chosen[path[-1]]}")
-    children = len(draft.children(path[-1]))
-    natural = own.stop_reason if path == own.path else "mismatch" if children else "exhausted"
-    return Walk(path, chosen[path[-1]], value.stop_reason or natural)
+    bonus = chosen[path[-1]]
+    if value.bonus not in (None, bonus):
+        raise ValueError(f"the bonus after node {path[-1]} is the target's own choice, {bonus}")
+    if path == own.path:
+        return own
+    return Walk(path, bonus, "stop_token" if bonus in stop_token_ids else "edited")

@@ -94,7 +94,8 @@ class Walk(NamedTuple):
 
     path: node indices, root to the last accepted draft. bonus: the target's own token after it, or None when the round
     was cut before it. stop_reason: why the path ended, ``mismatch`` (the target chose a token that is no child),
-    ``exhausted`` (a leaf was reached), ``stop_token`` (the text ended here) or ``length`` (cut by max_new_tokens).
+    ``exhausted`` (a leaf was reached), ``stop_token`` (the text ended here), ``length`` (cut by max_new_tokens) or
+    ``edited`` (an accept hook stopped before the path did).
     """
 
     path: tuple[int, ...]

@@ -32,7 +32,7 @@ class Step:
     path: tuple[int, ...]  # node indices, root .. last accepted
     bonus: int | None  # the target's token after the path; None when the round was cut before it
     emitted: tuple[int, ...]  # what the round added to the text
-    stop_reason: str  # "mismatch" | "exhausted" | "stop_token" | "length"
+    stop_reason: str  # "mismatch" | "exhausted" | "stop_token" | "length" | "edited"
     edited: tuple[str, ...] = ()  # phases whose value a hook replaced
     times: dict[str, float] = field(default_factory=dict)  # seconds: draft, tree, verify, accept, commit
     draft_ids: np.ndarray = field(default_factory=_nothing_drafted)  # int64 [depth, k]: the drafter's best

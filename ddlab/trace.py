@@ -198,6 +198,12 @@ class Trace:
 
     # ---- disk ------------------------------------------------------------------------------------
 
+    def save_html(self, path: str | os.PathLike[str]) -> Path:
+        """Writes the report of this trace: one HTML file with all views, see `ddlab.report`."""
+        from ddlab.report import report  # reports read traces, so they come second
+
+        return report(self, path)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes a folder through a temporary one; replaces an older trace, refuses any other folder."""
         folder = Path(path)

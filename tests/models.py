@@ -66,9 +66,7 @@ def target_config(kind: str) -> Any:
     t = transformers
     match kind:
         case "dense" | "tied":
-            return t.Qwen3Config(
-                **{**_SIZES, "rope_parameters": _ROPE, "tie_word_embeddings": kind == "tied"}
-            )
+            return t.Qwen3Config(**{**_SIZES, "rope_parameters": _ROPE, "tie_word_embeddings": kind == "tied"})
         case "llama":
             return t.LlamaConfig(**_SIZES, rope_parameters=_ROPE)
         case "swa":
@@ -101,13 +99,9 @@ def target_config(kind: str) -> Any:
                 depth=1, hidden_size=32, intermediate_size=32, num_heads=2, patch_size=4, out_hidden_size=64,
                 num_position_embeddings=16,
             )  # fmt: skip
-            special = dict(
-                image_token_id=93, video_token_id=94, vision_start_token_id=95, vision_end_token_id=96
-            )
+            special = dict(image_token_id=93, video_token_id=94, vision_start_token_id=95, vision_end_token_id=96)
             text = target_config("hybrid").to_dict()
-            return t.Qwen3_5Config(
-                text_config=text, vision_config=vision, tie_word_embeddings=False, **special
-            )
+            return t.Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=False, **special)
         case "qwen3_moe":
             return t.Qwen3MoeConfig(**_SIZES, **_EXPERTS, rope_parameters=_ROPE, norm_topk_prob=True)
         case "qwen3_5_moe":
@@ -144,9 +138,7 @@ _CLASSES = {
 }
 
 
-def fresh_target(
-    kind: str, dtype: torch.dtype = torch.float32, attention: str | None = None
-) -> PreTrainedModel:
+def fresh_target(kind: str, dtype: torch.dtype = torch.float32, attention: str | None = None) -> PreTrainedModel:
     """A new target with the same weights every time, for tests that change it."""
     config = target_config(kind)
     if attention is not None:
@@ -182,9 +174,7 @@ def randomize(model: nn.Module) -> None:
             p.normal_(0.0, 0.5)
         elif "embed_tokens" in name or "lm_head" in name:
             p.normal_(0.0, 0.12 if scaled else 0.3)
-        elif (
-            p.ndim == 1
-        ):  # norms keep their centre (one, or zero where the module adds one), biases have none
+        elif p.ndim == 1:  # norms keep their centre (one, or zero where the module adds one), biases have none
             p.add_(torch.randn_like(p) * 0.1)
         else:
             p.normal_(0.0, 1.2 / math.sqrt(p.shape[-1]))
@@ -228,9 +218,7 @@ def drafter_config(
     }
 
 
-def drafter_state(
-    config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def drafter_state(config: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Random tensors under z-lab's names for a config made by `drafter_config`."""
     h, m, d = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * d, config["num_key_value_heads"] * d
@@ -315,9 +303,7 @@ def tokenizer(size: int = VOCAB, chat: bool = True) -> PreTrainedTokenizerFast:
     lines = [*_LINES, "\n\n"]
     bpe.train_from_iterator(
         lines,
-        trainers.BpeTrainer(
-            vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|im_start|>")
     fast.chat_template = CHAT_TEMPLATE if chat else None

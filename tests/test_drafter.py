@@ -23,9 +23,7 @@ FLAGS = {
     "default": {},
     "all bidirectional": {"is_causal": False},
     "all causal": {"dflash_config.causal_head": True},
-    "table": {
-        "dflash_config.block_attention": dict(sliding_attention="bidirectional", full_attention="causal")
-    },
+    "table": {"dflash_config.block_attention": dict(sliding_attention="bidirectional", full_attention="causal")},
 }
 IN_BLOCK = {  # what each flag means for sliding layers, for full layers
     "default": ("causal", "bidirectional"),
@@ -47,16 +45,12 @@ def config_with(changes: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
 
 
 def drafter_of(config: dict[str, Any], seed: int = 0, **kwargs: Any) -> Drafter:
-    state = models.drafter_state(
-        {**config_with({}), **config}, seed
-    )  # sizes stay known where a test removes them
+    state = models.drafter_state({**config_with({}), **config}, seed)  # sizes stay known where a test removes them
     return Drafter.from_state(config, state, **kwargs)
 
 
 def features_of(rows: int, drafter: Drafter, seed: int = 1) -> torch.Tensor:
-    return torch.randn(
-        rows, drafter.model.encoder.fc.in_features, generator=torch.Generator().manual_seed(seed)
-    )
+    return torch.randn(rows, drafter.model.encoder.fc.in_features, generator=torch.Generator().manual_seed(seed))
 
 
 def embed() -> torch.Tensor:
@@ -192,8 +186,7 @@ def test_rounds_equal_transformers_class_and_cache_fed_the_plain_way(flag: str) 
         masks = {}
         for kind in MIXED:
             seen = [
-                [visible(kind, causal[kind], length + a, b, 8) for b in range(length + block)]
-                for a in range(block)
+                [visible(kind, causal[kind], length + a, b, 8) for b in range(length + block)] for a in range(block)
             ]
             masks[kind] = torch.where(torch.tensor(seen), 0.0, torch.finfo(torch.float32).min)[None, None]
         with torch.no_grad():
@@ -286,9 +279,7 @@ def test_a_native_checkpoint_drafts_like_transformers_class(tmp_path: Any) -> No
 def test_slot_0_holds_the_anchor_and_the_others_the_mask() -> None:
     drafter = drafter_of(config_with({"dflash_config.mask_token_id": 4}))
     looked_up = []
-    drafter.model.register_forward_pre_hook(
-        lambda m, a, k: looked_up.append(k["noise_embeds"][0]), with_kwargs=True
-    )
+    drafter.model.register_forward_pre_hook(lambda m, a, k: looked_up.append(k["noise_embeds"][0]), with_kwargs=True)
     cache = drafter.new_cache()
     for anchor in (7, 50):
         drafter.ingest(cache, features_of(3, drafter))
@@ -414,9 +405,7 @@ def test_truncate_and_the_same_context_again_restore_the_cache_bit_for_bit() -> 
     drafter.ingest(cache, features[6:])
     first = drafter.propose(cache, 7, embed(), head)
     cache.truncate(6)
-    drafter.ingest(
-        cache, features_of(2, drafter, seed=5)
-    )  # another continuation, larger than the buffer's start
+    drafter.ingest(cache, features_of(2, drafter, seed=5))  # another continuation, larger than the buffer's start
     drafter.ingest(cache, features_of(80, drafter, seed=6))
     cache.truncate(6)
     drafter.ingest(cache, features[6:])
@@ -534,13 +523,9 @@ def test_published_config_layouts_give_the_same_drafter() -> None:
     nested = config_with({})
     top = {**config_with({}), **nested["dflash_config"]}
     del top["dflash_config"]
-    new_rope = config_with(
-        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-    )
+    new_rope = config_with({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}})
     inner_block = config_with({"block_size": None, "dflash_config.block_size": 5})
-    both = config_with(
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "mask_token_id": 0}
-    )
+    both = config_with({"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "mask_token_id": 0})
     state = models.drafter_state(nested)
     features = features_of(6, drafter_of(nested))
     expected = proposed(drafter_of(nested), features)
@@ -624,9 +609,7 @@ def test_layer_types_come_from_the_window_rule_when_they_are_not_listed() -> Non
     assert drafter_of(config_with({"layer_types": None})).settings.layer_types == ("full_attention",) * 2
 
 
-@pytest.mark.parametrize(
-    "types", ["sliding_attention", ["full_attention"], ["full_attention", "chunked_attention"]]
-)
+@pytest.mark.parametrize("types", ["sliding_attention", ["full_attention"], ["full_attention", "chunked_attention"]])
 def test_layer_types_that_are_no_list_of_known_kinds_are_refused(types: Any) -> None:
     with pytest.raises(ValueError, match="layer_types must be a list of 2"):
         drafter_of(config_with({"layer_types": types}))
@@ -694,15 +677,11 @@ def test_a_config_without_an_architecture_loads_by_its_fields() -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ValueError, match="'FooDFlashDraftModel'; known: DFlashDraftModel, MuseGlimmerAssistantModel"
-    ):
+    with pytest.raises(ValueError, match="'FooDFlashDraftModel'; known: DFlashDraftModel, MuseGlimmerAssistantModel"):
         drafter_of(config_with({"architectures": ["FooDFlashDraftModel"]}))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"architectures": ["DFlash2DraftModel"]}, {"dflash_config.selector_rank": 256}]
-)
+@pytest.mark.parametrize("changes", [{"architectures": ["DFlash2DraftModel"]}, {"dflash_config.selector_rank": 256}])
 def test_dflash2_is_refused_by_its_config(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="DFlash2"):
         drafter_of(config_with(changes))
@@ -737,9 +716,7 @@ def test_stray_embedding_and_head_are_refused_unless_named() -> None:
     config = config_with({})
     state = models.drafter_state(config)
     stray = {name: torch.zeros(97, 64) for name in ("embed_tokens.weight", "lm_head.weight")}
-    with pytest.raises(
-        ValueError, match=r"unexpected: embed_tokens.weight, lm_head.weight.*allow_unexpected"
-    ):
+    with pytest.raises(ValueError, match=r"unexpected: embed_tokens.weight, lm_head.weight.*allow_unexpected"):
         Drafter.from_state(config, {**state, **stray})
     drafter = Drafter.from_state(config, {**state, **stray}, allow_unexpected=tuple(stray))
     features = features_of(6, drafter)

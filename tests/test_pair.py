@@ -76,21 +76,15 @@ def test_head_of_the_last_hidden_state_is_the_targets_logits(kind: str) -> None:
         ("qwen3_moe", ["full_attention"] * 4, [None] * 4),
     ],
 )
-def test_layer_types_and_windows_are_those_of_the_text_model(
-    kind: str, types: list[str], windows: list[Any]
-) -> None:
+def test_layer_types_and_windows_are_those_of_the_text_model(kind: str, types: list[str], windows: list[Any]) -> None:
     pair = Pair(models.target(kind))
     assert list(pair.layer_types) == types
     assert list(pair.windows) == windows
 
 
-def test_asking_a_nested_target_for_eager_runs_no_sdpa(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_asking_a_nested_target_for_eager_runs_no_sdpa(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     models.target("vlm").save_pretrained(tmp_path)
-    nested = transformers.AutoModelForImageTextToText.from_pretrained(
-        tmp_path, attn_implementation="eager"
-    ).eval()
+    nested = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, attn_implementation="eager").eval()
     calls = []
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1))
     for pair in (Pair(nested), load_pair(tmp_path, attention="eager")):
@@ -116,9 +110,7 @@ def unsupported(kind: str) -> Any:
     return transformers.BambaForCausalLM(transformers.BambaConfig(**common, **sizes))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [("convolution", "Lfm2"), ("lightning", "MiniMax"), ("mamba", "Bamba")]
-)
+@pytest.mark.parametrize(("kind", "name"), [("convolution", "Lfm2"), ("lightning", "MiniMax"), ("mamba", "Bamba")])
 def test_a_layer_of_an_unsupported_kind_is_named(kind: str, name: str) -> None:
     with pytest.raises(ValueError, match=rf"layer 0 \({name}.*ddlab verifies trees"):
         Pair(unsupported(kind).eval())
@@ -138,9 +130,7 @@ def test_a_target_that_is_no_causal_decoder_with_a_head_in_evaluation_mode_is_re
         Pair(both_ways)
 
 
-@pytest.mark.parametrize(
-    "name", ["flash_attention_2", "flex_attention", "paged|sdpa", "kernels-community/flash-attn"]
-)
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "paged|sdpa", "kernels-community/flash-attn"])
 def test_attention_without_a_tree_mask_is_refused_naming_what_to_use(name: str) -> None:
     with pytest.raises(ValueError, match='attention="sdpa" or attention="eager"'):
         load_pair(attention=name)
@@ -160,9 +150,7 @@ def test_a_tap_beyond_the_targets_layers_is_named_with_count_and_field() -> None
     config = drafter_config(num_target_layers=None)
     config["dflash_config"]["target_layer_ids"] = [1, 4]
     drafter = drafter_of(config)
-    with pytest.raises(
-        ValueError, match=r"dflash_config.target_layer_ids names layer 4.*4 layers \(0 to 3\)"
-    ):
+    with pytest.raises(ValueError, match=r"dflash_config.target_layer_ids names layer 4.*4 layers \(0 to 3\)"):
         Pair(models.target("dense"), drafter)
 
 
@@ -250,9 +238,7 @@ def test_a_tied_head_is_the_embedding_after_loading(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(target / "model.safetensors")
     pair = load_pair(target, drafter)
     assert pair.target.get_output_embeddings().weight.data_ptr() == pair.embed.data_ptr()
-    assert models.plain_greedy(pair.target, [5, 9], 6) == models.plain_greedy(
-        models.target("tied"), [5, 9], 6
-    )
+    assert models.plain_greedy(pair.target, [5, 9], 6) == models.plain_greedy(models.target("tied"), [5, 9], 6)
 
 
 # -- stop ids ---------------------------------------------------------------------------------------------
@@ -452,9 +438,7 @@ def test_hub_names_load_from_the_cache_and_record_their_commits(
     (tmp_path / "made").mkdir()
     made = save_pair(tmp_path / "made")
     commits = ("a" * 40, "b" * 40)
-    for folder, name, commit in zip(
-        made, ("models--lab--target", "models--lab--drafter"), commits, strict=True
-    ):
+    for folder, name, commit in zip(made, ("models--lab--target", "models--lab--drafter"), commits, strict=True):
         (tmp_path / name / "refs").mkdir(parents=True)
         (tmp_path / name / "refs" / "v1").write_text(commit)
         (tmp_path / name / "snapshots").mkdir()

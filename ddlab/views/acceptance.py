@@ -15,6 +15,7 @@ STOPS = {
     "exhausted": ("|", "the path reached a leaf: a deeper tree might have gone on"),
     "stop_token": ("■", "the text ended with a stop token"),
     "length": ("▲", "the text reached the length asked for"),
+    "edited": ("✎", "a hook ended the round before the path did"),
 }
 BAR, UNIT, LEFT = 14, 11, 34  # pixels of a round, of a token, and of the axis on the left
 

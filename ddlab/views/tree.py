@@ -68,6 +68,7 @@ def outcome(step: Step, trace: Trace) -> str:
         "exhausted": "comes after a leaf" if len(step.tree) > 1 else "comes next: nothing was drafted",
         "stop_token": "ends the text",
         "length": "is the last token asked for",
+        "edited": "came after a hook had ended the round",
     }.get(step.stop_reason, "")
     near = near_miss(step, trace, end) if step.stop_reason in ("mismatch", "exhausted") else ""
     said = f"{step.stop_reason}: the target's own {choice} ({prob}, margin {step.margin[end]:.2f}) {why}"

@@ -145,6 +145,7 @@ export class Round {
             mismatch: "was not drafted here",
             exhausted: budget && this.size > 1 ? "comes after a leaf" : "comes next: nothing was drafted",
             stop_token: "ends the text",
+            edited: "came after a hook had ended the round",
             length: "is the last token asked for",
         };
         const own = this.label(this.choice[end]);

@@ -4,7 +4,7 @@ import { button, el, percent, shorten, svg } from "./dom.js";
 import { OWN, ROLES, layout } from "./round.js";
 
 const COLUMN = 96; // pixels of a depth and of a row
-const ROW = 25;
+const ROW = 30;
 const LEFT = 12;
 const TOP = 22;
 const ROWS_AT_ONCE = 150; // larger trees are filled in where they are looked at
