@@ -25,7 +25,7 @@ def acceptance_view(trace: Trace) -> View:
     (note_text, note_html), steps = notes(trace), trace.steps
     means = (trace.accepted_drafts, trace.tokens_per_round)
     text = [note_text + describe(means[0]), describe(means[1]), *_lines(steps), *rates.lines(steps)]
-    return View(f"acceptance ({trace.method})", "\n".join(text), note_html + acceptance_html(trace), height=900)
+    return View(f"acceptance ({trace.method})", "\n".join(text), note_html + acceptance_html(trace), height=1300)
 
 
 def acceptance_html(trace: Trace, run: str = "") -> str:

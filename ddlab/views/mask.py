@@ -5,11 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from ddlab import tokens
+from ddlab.step import Step
 from ddlab.trace import Trace
 from ddlab.views.data import run_data
 from ddlab.views.page import View, escape, figure, label, notes, shorten, svg
 
 CELL, BAND = 11, 46  # pixels of a node and of the committed band
+
+
+def height(step: Step) -> int:
+    """Pixels of the picture and what stands around it."""
+    return 290 + CELL * min(len(step.tree), 56)
 
 
 def mask_view(trace: Trace, round: int) -> View:
@@ -33,7 +39,7 @@ def mask_view(trace: Trace, round: int) -> View:
         title=f"mask of round {step.index}",
         text=note_text + "\n".join(said + lines),
         html=f"{note_html}<p>{escape(' '.join(said))}</p>{mask_html(trace, round)}",
-        height=240 + min(620, CELL * len(seen)),
+        height=height(step),
         run=run_data(trace, [round]),
         panels=("mask",),
     )

@@ -51,7 +51,7 @@ class View:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         # a document inside an iframe is the form that JupyterLab, VS Code and an exported page all show
-        size = f"width:100%;height:{min(self.height, 900)}px;border:0"
+        size = f"width:100%;height:{min(self.height, 1500)}px;border:0"
         inner, title = escape(self.document()), escape(self.title)
         frame = f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="{title}" style="{size}"></iframe>'
         return {"text/plain": self.text, "text/html": frame}

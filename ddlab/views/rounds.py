@@ -31,7 +31,7 @@ def rounds_view(trace: Trace, round: int = 0) -> View:
         title=f"rounds ({trace.method})",
         text=text,
         html=f"{path.LEGEND}{path.text_html(trace)}<pre>{escape(text)}</pre>",
-        height=900,
+        height=40 + max((tree.height(step) + mask.height(step) for step in trace.steps), default=400),
         run=run,
         round=number - chosen[0] if chosen else 0,
     )

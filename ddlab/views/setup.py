@@ -37,7 +37,7 @@ def setup_view(traces: Sequence[Trace]) -> View:
             same = " the same in all runs" if len(traces) > 1 else ""
             summary = f"<summary>{escape(title)}<span class='soft'>{len(shared)} values{same}</span></summary>"
             html.append(f"<details>{summary}<div>{table(head, rows, 'settings')}</div></details>")
-    return View("setup", "\n".join(text), "".join(html), height=700)
+    return View("setup", "\n".join(text), "".join(html), height=420)
 
 
 def _sections(traces: Sequence[Trace]) -> dict[str, list[Any]]:

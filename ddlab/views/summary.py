@@ -143,7 +143,7 @@ def summary_view(traces: Sequence[Trace], audits: Sequence[Any] | None = None) -
         title="methods side by side",
         text="".join(text for text, _ in said) + "\n".join("  ".join(line).rstrip() for line in padded),
         html="".join(html for _, html in said) + table(HEAD, body, "figures") + remarks,
-        height=220 + 34 * len(rows),
+        height=265 + 34 * len(rows),
     )
 
 

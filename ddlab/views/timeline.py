@@ -25,7 +25,7 @@ def time_view(trace: Trace) -> View:
         title=f"time ({trace.method})",
         text=note_text + "\n".join(lines),
         html=f'{note_html}<div class="side">{_columns(trace.steps)}<div>{table(head, cells, "figures")}</div></div>',
-        height=260,
+        height=430,
     )
 
 

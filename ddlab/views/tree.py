@@ -113,6 +113,12 @@ def heading(step: Step) -> str:
     return f"round {step.index}, root at position {step.start}: {counts} = {len(step.emitted)} new tokens"
 
 
+def height(step: Step) -> int:
+    """Pixels of the picture and what stands around it: a row for each leaf, in a box that scrolls beyond 540."""
+    leaves = len(step.tree) - len(set(step.tree.parents.tolist()) - {-1})
+    return max(430, 290 + min(540, 30 * (leaves + 1)))
+
+
 def tree_view(trace: Trace, round: int) -> View:
     """The tree of a round as a nested list and, in HTML, as a picture; IndexError for an unknown round."""
     step, (note_text, note_html) = trace.steps[round], notes(trace)
@@ -123,7 +129,7 @@ def tree_view(trace: Trace, round: int) -> View:
         title=f"tree of round {step.index}",
         text="\n".join([f"{note_text}{said}{edited}", *_text_lines(step, rows, trace)]),
         html=f"{note_html}<p>{escape(heading(step))}{escape(edited)}</p>{LEGEND}{tree_html(trace, round)}",
-        height=820,
+        height=height(step),
         run=run_data(trace, [round]),
         panels=("tree",),
     )
