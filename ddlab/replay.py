@@ -145,7 +145,6 @@ class DenseDrafts:
         return BUILDERS[builder](drafted, budget, int(self.text[start]), **options)
 
 
-@torch.no_grad()
 def dense_drafts(pair: Pair, trace: Trace, k: int = 64) -> DenseDrafts:
     """Run the drafter from every position of a recorded text: one target forward, then one block a position.
 
@@ -156,7 +155,7 @@ def dense_drafts(pair: Pair, trace: Trace, k: int = 64) -> DenseDrafts:
     Raises:
         ValueError: the pair has no drafter or is not the trace's, or the trace's text is not the target's own.
     """
-    check_replayable(pair, trace)
+    _check_pair(pair, trace)
     drafter = pair.drafter
     assert drafter is not None
     text, first = [*trace.prompt_ids, *trace.output_ids], len(trace.prompt_ids)
@@ -190,7 +189,7 @@ def dense_drafts(pair: Pair, trace: Trace, k: int = 64) -> DenseDrafts:
     )
 
 
-def check_replayable(pair: Pair, trace: Trace) -> None:
+def _check_pair(pair: Pair, trace: Trace) -> None:
     """Raises ValueError where header and rounds say that the text is not this target's own; runs nothing.
 
     Warns where the drafter is another one than the trace's: the text is the target's alone, so that is a fair
@@ -382,9 +381,10 @@ def replay(
     Raises:
         ValueError: see `dense_drafts`; or a budget, builder or depth that cannot be. Nothing has run then.
 
-    The rounds are those of real decodes. Only a tie can part them: two candidates whose probabilities agree to the
-    last bits of the drafter's arithmetic may change places, because its features come from one forward here and from
-    verified trees there.
+    In float32 the rounds are those of real decodes. Only a tie can part them: two prefixes at the budget's cut whose
+    scores agree to the last bits of the drafter's arithmetic may change places, because its features come from one
+    forward here and from verified trees there. In half precision those bits are coarse: trees then differ in a few
+    nodes at the cut, in many rounds, and now and then a round does. (Two decodes of different budgets part there too.)
     """
     if not len(budgets):
         raise ValueError("give at least one budget to replay")

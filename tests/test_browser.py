@@ -529,6 +529,20 @@ def lab(tmp_path):
             server.wait(20)
 
 
+def run_cell(page, number):
+    """Run a cell by hand. JupyterLab drops keys while it is still starting, so look whether it took them."""
+    cell = page.locator(".jp-Cell").nth(number)
+    for _ in range(20):
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+        try:
+            sync_api.expect(cell.locator(".jp-InputPrompt")).not_to_have_text("[ ]:", timeout=5_000)
+            return
+        except AssertionError:
+            continue
+    raise AssertionError(f"JupyterLab never ran cell {number}")
+
+
 def test_the_inspector_decodes_and_is_read_back_in_jupyterlab(browser, lab):
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
@@ -536,9 +550,8 @@ def test_the_inspector_decodes_and_is_read_back_in_jupyterlab(browser, lab):
     page.goto(f"{lab}/lab/tree/walk.ipynb")
     page.locator(".jp-Notebook .jp-Cell").nth(2).wait_for()
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").first.wait_for()
-    page.locator(".jp-Cell").first.locator(".cm-content").click()
-    page.keyboard.press("Shift+Enter")
-    page.keyboard.press("Shift+Enter")
+    run_cell(page, 0)
+    run_cell(page, 1)
     widget = page.locator(".inspector")
     widget.get_by_role("button", name="decode the next round").click()
     widget.locator("[data-node='1']").wait_for()
@@ -553,8 +566,7 @@ def test_the_inspector_decodes_and_is_read_back_in_jupyterlab(browser, lab):
     page.keyboard.press("Enter")
     widget.locator("[data-node='2'] text").first.click()
     widget.locator(".headline", has_text="node 2").wait_for()
-    page.locator(".jp-Cell").nth(2).locator(".cm-content").click()
-    page.keyboard.press("Shift+Enter")
+    run_cell(page, 2)
     output = page.locator(".jp-Cell").nth(2).locator(".jp-OutputArea-output")
     output.wait_for()
     said = output.inner_text()
