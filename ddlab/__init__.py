@@ -27,6 +27,7 @@ _EXPORTS = {
     "audit": "audit",
     "generate": "decode",
     "load_pair": "pair",
+    "replay": "replay",
     "report": "report",
 }
 

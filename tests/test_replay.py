@@ -284,7 +284,7 @@ def test_the_table_has_a_row_for_each_builder_and_budget_with_its_counts() -> No
 
 def test_a_replay_needs_only_the_dense_drafts() -> None:
     known = tiny_replay()
-    drafts = DenseDrafts(**{name: value for name, value in vars(known.drafts).items()})
+    drafts = DenseDrafts(**vars(known.drafts))
     assert Replay(drafts).run(8) == known.run(8)
 
 
