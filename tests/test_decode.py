@@ -547,9 +547,9 @@ def test_times_do_not_contain_hooks() -> None:
     import time
 
     decoder = decoder_on("dense")
-    decoder.register_hook("verify", lambda d, v: time.sleep(0.2))
+    decoder.register_hook("verify", lambda d, v: time.sleep(0.5))
     decoder.start(PROMPT)
-    assert decoder.step().times["verify"] < 0.2
+    assert decoder.step().times["verify"] < 0.5
 
 
 def iterate(decoder: Decoder) -> Iterator[int]:
