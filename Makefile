@@ -32,7 +32,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV); torch is large, so this takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt "pip>=25.3"
-	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt --build-constraint constraints.txt --group dev -e ".[lab,draw,gguf]"
+	$(BIN)/python -m pip install $(if $(CI),-q) -c constraints.txt --build-constraint constraints.txt --group dev -e ".[lab,draw,gguf,graph]"
 	@touch $@
 
 report: $(READY)

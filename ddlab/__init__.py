@@ -24,11 +24,16 @@ _EXPORTS = {
     "Trace": "trace",
     "TreeInspector": "widget",
     "Walk": "sampling",
+    "advise": "advice",
     "audit": "audit",
+    "calibrate": "calibration",
+    "compare": "compare",
+    "doctor": "doctor",
     "generate": "decode",
     "load_pair": "pair",
     "replay": "replay",
     "report": "report",
+    "sweep": "sweep",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -1,4 +1,4 @@
-"""`ddlab decode` and `ddlab report`: the main jobs without a notebook."""
+"""`ddlab decode | report | compare | doctor | sweep | bench`: the main jobs without a notebook."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ddlab import bench_command, compare_command, doctor_command, sweep_command
 
 if TYPE_CHECKING:  # torch is loaded when a command runs, so that --help is there at once
     from ddlab.pair import Pair
@@ -233,6 +235,10 @@ def _parser() -> argparse.ArgumentParser:
         "--method", choices=METHODS, nargs="+", default=METHODS, help="one or several (default: all three)"
     )
     report.add_argument("--out", metavar="FILE", default="report.html", help="where to write it (default: report.html)")
+    compare_command.add(commands, _models, PROMPT)
+    doctor_command.add(commands, _models)
+    sweep_command.add(commands, _models, METHODS)
+    bench_command.add(commands, _models, METHODS)
     return parser
 
 
@@ -245,16 +251,7 @@ def _command(commands: Any, name: str, run: Any, example: str, summary: str) -> 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
-    models = parser.add_argument_group("models")
-    models.add_argument(
-        "--target",
-        metavar="NAME",
-        help="hub name or folder (default: the small hybrid pair that comes with ddlab)",
-    )
-    models.add_argument("--drafter", metavar="NAME", help="hub name or folder of its DFlash drafter")
-    models.add_argument("--dtype", help="float32, bfloat16, float16 or auto (default: as saved; float32 for ours)")
-    models.add_argument("--device-map", metavar="MAP", help="where the target goes: auto, cpu, cuda:0 (accelerate)")
-    models.add_argument("--attention", metavar="NAME", help="attention backend: sdpa or eager (default: sdpa)")
+    _models(parser)
     text = parser.add_argument_group("text")
     prompt = text.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", default=PROMPT, help=f'one user turn (default: "{PROMPT}")')
@@ -267,3 +264,20 @@ def _command(commands: Any, name: str, run: Any, example: str, summary: str) -> 
     text.add_argument("--seed", metavar="N", type=int, default=0, help="of the sampling noise (default: 0)")
     parser.add_argument("--progress", action="store_true", help="show progress also where stderr is no terminal")
     return parser
+
+
+def _models(parser: argparse.ArgumentParser) -> None:
+    models = parser.add_argument_group("models")
+    models.add_argument(
+        "--target",
+        metavar="NAME",
+        help="hub name or folder (default: the small hybrid pair that comes with ddlab)",
+    )
+    models.add_argument("--drafter", metavar="NAME", help="hub name or folder of its DFlash drafter")
+    models.add_argument("--dtype", help="float32, bfloat16, float16 or auto (default: as saved; float32 for ours)")
+    models.add_argument("--device-map", metavar="MAP", help="where the target goes: auto, cpu, cuda:0 (accelerate)")
+    models.add_argument(
+        "--attention",
+        metavar="NAME",
+        help="attention backend: auto, sdpa, eager, flash_tree, flex or sdpa:KERNEL (default: sdpa)",
+    )

@@ -19,13 +19,14 @@ from transformers import LogitsProcessorList
 
 from ddlab import edits
 from ddlab.capture import Capture
+from ddlab.engine import find_engine
 from ddlab.hooks import PHASES, Hook, Hooks
 from ddlab.names import one_of
-from ddlab.record import round_record, trace_header
+from ddlab.record import DRAFT_BEST, round_record, trace_header
 from ddlab.sampling import Choice, Sampling, Walk, walk
 from ddlab.text import Text
 from ddlab.trace import Step, Trace, TraceWriter
-from ddlab.tree import DraftTree
+from ddlab.tree import DraftTree, grow
 from ddlab.verify import LINEAR_STATES, TargetState
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class _Round:
     edited: list[str] = field(default_factory=list)
     times: dict[str, float] = field(default_factory=dict)  # seconds by finished phase, without the hooks'
     drafted: Tensor | None = None  # [depth, vocab]
+    best: tuple[np.ndarray, np.ndarray] | None = None  # ids, log-probabilities [depth, k]: the drafter's best
     tree: DraftTree | None = None
     logits: Tensor | None = None  # [n, vocab]
     choice: Choice | None = None
@@ -72,6 +74,8 @@ class Decoder:
             with its own path as history.
         linear_state: ``"exact"``. ``"flattened"`` is a labelled wrong way for hybrids: it shows what a decoder does
             whose linear layers ignore the tree.
+        engine: ``"eager"`` calls the models' modules, ``"graph"`` launches captured CUDA graphs that compute the same.
+            None: graph on CUDA where it is legal, else eager.
         trace_path: folder to write the trace to, a round at a time; None: in memory only.
 
     Raises:
@@ -89,6 +93,7 @@ class Decoder:
         stop_token_ids: Sequence[int] | None = None,
         logits_processor: LogitsProcessorList | None = None,
         linear_state: str = "exact",
+        engine: str | None = None,
         trace_path: str | Path | None = None,
     ):
         one_of("method", method, METHODS)
@@ -101,6 +106,7 @@ class Decoder:
         self.sampling = Sampling(float(temperature), int(seed), logits_processor)
         self.max_new_tokens, self.stop_token_ids = _checked_length(max_new_tokens), stops
         self.linear_state = linear_state
+        self._engine = find_engine(pair, engine, linear_state)
         self._trace_path = None if trace_path is None else Path(trace_path)
         self._hooks = Hooks()
         self._turn = 0
@@ -122,8 +128,11 @@ class Decoder:
         encoded = self.pair.encode(prompt, **template_args)
         self._check_room(len(encoded.ids), self.max_new_tokens)
         drafter = self.pair.drafter if self.method != "ar" else None
-        target = TargetState(self.pair, self.linear_state, tapped=drafter is not None)
-        drafts = drafter.new_cache() if drafter else None
+        tokens = len(encoded.ids) + self.max_new_tokens
+        engine = self._engine = find_engine(self.pair, self.engine, self.linear_state)  # weights may have changed
+        self._gpus = [device for device in self.pair.devices if device.type == "cuda"]
+        target = engine.target(self.linear_state, drafter is not None, tokens)
+        drafts = engine.drafts(tokens) if drafter else None
         first = self._read(target, drafts, encoded.ids)
         self._begin(target, drafts, encoded, first, self.max_new_tokens, turn=0)
 
@@ -142,6 +151,7 @@ class Decoder:
         ids = text.ids + (list(self.pair.encode(prompt, chat=False).ids) if len(prompt) else [])
         self._check_room(len(ids), limit)
         encoded, first = self.pair.encode(ids), text.first  # with nothing new to read, the last choice still stands
+        text.target.expect(len(ids) + limit)
         with text.settled_on_error():
             if text.target.length < len(ids):
                 first = self._read(text.target, text.drafts, ids)
@@ -151,7 +161,7 @@ class Decoder:
         """Run what the caches do not hold of ``ids``; the target's choice after it."""
         logits = target.prefill(ids[target.length :])
         if drafts is not None:
-            self._drafter.ingest(drafts, target.tapped_features)
+            self._engine.ingest(drafts, target.tapped_features)
         history = list(ids)
         return int(self.sampling.choose(logits[None], np.array([len(ids)]), lambda node: history).tokens[0])
 
@@ -176,6 +186,7 @@ class Decoder:
                 max_new_tokens=max_new_tokens,
                 stop_token_ids=list(self.stop_token_ids),
                 linear_state=self.linear_state,
+                engine=self.engine,
                 turn=turn,
             )
         )
@@ -214,7 +225,7 @@ class Decoder:
     def draft(self) -> Tensor | None:
         """Phase 1: the drafter's logits, float [depth, vocab]; None under ``method="ar"``."""
         with self._phase("draft") as (now, text):
-            logits = None if text.drafts is None else self.pair.propose(text.drafts, text.root)
+            logits = None if text.drafts is None else self._engine.propose(text.drafts, text.root)
             logits = self._edit("draft", now, logits, lambda value: edits.draft_logits(value, self.pair.rows))
             if self.method != "ar" and logits is None:
                 raise ValueError("this pair has no drafter: register a 'draft' hook that returns logits, or use 'ar'")
@@ -228,10 +239,14 @@ class Decoder:
             left = None if limit is None else limit - text.place.tokens  # positions behind the root
             if now.drafted is None:
                 tree = DraftTree.from_parents([root], [-1])
-            elif self.method == "dflash":
-                tree = DraftTree.chain(now.drafted[:left], root_token=root)
             else:
-                tree = DraftTree.best_first(now.drafted[:left], self.budget, root_token=root)
+                depth = len(now.drafted[:left])
+                budget = depth if self.method == "dflash" or self.budget is None else self.budget
+                width = 1 if self.method == "dflash" else budget  # DraftTree.chain or .best_first, in one top-k with
+                now.best = ids, log_probs = self._engine.top_tokens(
+                    now.drafted, max(width, DRAFT_BEST)
+                )  # what the trace keeps
+                tree = grow(ids[:left, :width], log_probs[:left, :width], budget, root_token=root)
             tree = self._edit("tree", now, tree, lambda value: edits.tree(value, root, self.pair.rows, left))
             now.tree = tree
         return tree
@@ -248,12 +263,15 @@ class Decoder:
     def accept(self) -> Walk:
         """Phase 4: the target's choice at each node, and the path that follows it."""
         with self._phase("accept") as (now, text):
-            tree, before = _made(now.tree), text.ids[:-1]
+            tree = _made(now.tree)
             positions = text.place.tokens + tree.depth  # of the chosen tokens: the root is the last token of the text
             choice = self.sampling.choose(
-                _made(now.logits), positions, lambda node: before + tree.tokens[tree.path(node)].tolist()
+                _made(now.logits),
+                positions,
+                lambda node: text.ids[:-1] + tree.tokens[tree.path(node)].tolist(),
+                asked=(tree.parents[1:], tree.tokens[1:]),
             )
-            chosen = choice.tokens.cpu().numpy()
+            chosen = choice.tokens.numpy()
             own = walk(tree, chosen, self.stop_token_ids, text.room)
             now.choice = choice
             now.walk = self._edit(
@@ -268,7 +286,7 @@ class Decoder:
             kept = taken.path if taken.bonus is not None else taken.path[:-1]  # the last token of a text stays out
             text.target.commit(kept)
             if text.drafts is not None:
-                self._drafter.ingest(text.drafts, text.target.tapped_features[list(kept)])
+                self._engine.ingest(text.drafts, text.target.features_of(kept))
         with self._undone_on_error(text):
             step = round_record(
                 text.place.rounds,
@@ -276,8 +294,9 @@ class Decoder:
                 _made(now.tree),
                 _made(now.choice),
                 taken,
-                now.drafted,
+                now.best,
                 now.edited,
+                "eager" if text.eager else "graph",
                 now.times,
             )
             text.append(step, self.pair.tokenizer)
@@ -344,6 +363,11 @@ class Decoder:
     def trace(self) -> Trace:
         return self._started().trace
 
+    @property
+    def engine(self) -> str:
+        """What runs the forwards: ``eager`` or ``graph``."""
+        return self._engine.name
+
     # ---- looking and editing ---------------------------------------------------------------------------------------
 
     def register_hook(self, phase: str, hook: Hook) -> RemovableHandle:
@@ -372,16 +396,14 @@ class Decoder:
         return Capture(modules, patterns)
 
     def _edit(self, phase: str, now: _Round, value: Any, check: Callable[[Any], Any]) -> Any:
+        if self._hooks.on(phase):
+            self._wait()  # else a hook would run beside the phase's kernels, and its time hide theirs
         value, edited = self._hooks.run(phase, self, value, check)
         if edited:
             now.edited.append(phase)
         return value
 
     # ---- inside ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _drafter(self) -> Any:
-        return _made(self.pair.drafter)
 
     def _started(self) -> Text:
         if self._text is None:
@@ -395,11 +417,15 @@ class Decoder:
     @contextmanager
     def _undone_on_error(self, text: Text) -> Iterator[None]:
         try:
-            with text.settled_on_error():
-                yield
+            yield
         except BaseException:
             self._round = None
+            text.settle()
             raise
+
+    def _wait(self) -> None:
+        for device in self._gpus:
+            torch.cuda.synchronize(device)
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[tuple[_Round, Text]]:
@@ -418,8 +444,7 @@ class Decoder:
         with self._undone_on_error(text):
             hooks, started = self._hooks.seconds, time.perf_counter()
             yield now, text
-            if self.pair.device.type == "cuda":
-                torch.cuda.synchronize(self.pair.device)  # kernels run late: their time belongs to this phase
+            self._wait()  # kernels run late: their time belongs to this phase
             now.times[phase] = time.perf_counter() - started - (self._hooks.seconds - hooks)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -100,17 +102,25 @@ class TreeWrites:
 
     def state_after(self, path: Tensor) -> Tensor:
         """State [1, v_heads, k_dim, v_dim] once the rows of ``path`` (root first) are committed."""
-        decay = self.log_decay[:, path]  # [v_heads, m]
-        left = (decay[:, -1:] - decay).exp().unsqueeze(-1)  # how much of each write is left at the end of the path
-        keys = _per_value_head(self.keys[:, path], self.writes.shape[0])  # [v_heads, m, k_dim]
-        new = (keys * left).transpose(1, 2) @ self.writes[:, path]  # [v_heads, k_dim, v_dim]
-        kept = decay[:, -1].exp()[:, None, None] * self.before[0].to(new.dtype)
-        return (kept + new).unsqueeze(0)
+        return states_after([self], path)[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes that this call holds beyond the committed state."""
         return self.keys.nbytes + self.writes.nbytes + self.log_decay.nbytes
+
+
+def states_after(layers: Sequence[TreeWrites], path: Tensor) -> tuple[Tensor, ...]:
+    """``state_after`` of layers of one shape, on one device, in as many calls as one layer takes."""
+    keys = torch.stack([layer.keys[:, path] for layer in layers])  # [layers, k_heads, m, k_dim]
+    writes = torch.stack([layer.writes[:, path] for layer in layers]).flatten(0, 1)  # [layers * v_heads, m, v_dim]
+    decay = torch.stack([layer.log_decay[:, path] for layer in layers])  # [layers, v_heads, m]
+    left = (decay[..., -1:] - decay).exp()  # how much of each write is left at the end of the path
+    wide = keys[:, :, None] * left.unflatten(1, (keys.shape[1], -1)).unsqueeze(-1)  # [layers, k_heads, group, m, k_dim]
+    states = torch.cat([layer.before for layer in layers]).to(wide.dtype)  # [layers, v_heads, k_dim, v_dim], a copy
+    states.mul_(decay[..., -1:, None].exp())
+    states.flatten(0, 1).baddbmm_(wide.flatten(0, 2).transpose(1, 2), writes)
+    return states.split(1)
 
 
 def tree_delta_rule(
@@ -205,7 +215,7 @@ def teach_tree_rows(linear_attention: torch.nn.Module) -> None:
         ValueError: the module does not run Transformers' gated delta rule.
     """
     module = sys.modules[type(linear_attention).__module__]
-    conv, rule = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+    conv, rule, one_row = "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
     if not (hasattr(module, conv) and hasattr(module, rule)):
         raise ValueError(
             f"{type(linear_attention).__name__} of {module.__name__} does not use Transformers' `{conv}` and `{rule}`; "
@@ -213,6 +223,25 @@ def teach_tree_rows(linear_attention: torch.nn.Module) -> None:
         )
     _wrap(module, conv, _conv_on_rows)
     _wrap(module, rule, _rule_on_rows)
+    if hasattr(module, one_row):
+        _wrap(module, one_row, _rule_on_rows)
+
+
+_form: Callable[..., Any] | None = None  # a global and no context variable, because torch.compile reads it too
+
+
+@contextmanager
+def delta_form(form: Callable[..., Any]) -> Iterator[None]:
+    """In this block linear layers compute by ``form(name, plain, rows, *args, **kwargs)``, see `comparing.delta_forms`.
+
+    name, plain: of the function that a layer called, and Transformers' own. rows: the call's TreeRows, or None.
+    """
+    global _form
+    before, _form = _form, form
+    try:
+        yield
+    finally:
+        _form = before
 
 
 def _wrap(module: ModuleType, name: str, on_rows: Any) -> None:
@@ -223,6 +252,8 @@ def _wrap(module: ModuleType, name: str, on_rows: Any) -> None:
     @functools.wraps(plain)
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         rows = kwargs.pop(TREE_ROWS, None)
+        if _form is not None:
+            return _form(name, plain, rows, *args, **kwargs)
         return plain(*args, **kwargs) if rows is None else on_rows(rows, *args, **kwargs)
 
     dispatch._ddlab = True  # type: ignore[attr-defined]

@@ -13,6 +13,8 @@ class DraftCache:
     Rows below `length` are context; from there on they are scratch, where a block is written to be drafted.
     """
 
+    eager = True  # was the last block run by the drafter's modules?
+
     def __init__(self, layers: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.length = 0
         self.keys = [self._empty((1, heads, 0, head_dim), dtype, device) for _ in range(layers)]

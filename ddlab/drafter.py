@@ -22,6 +22,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 )
 
 from . import checkpoint
+from .attention import BACKENDS, check, check_name, drafter_calls, find, name_of
 from .draft_cache import BlockCache, DraftCache
 from .layouts import DrafterSettings, read_config
 
@@ -48,6 +49,7 @@ class Drafter:
         self.model, self.settings = model, settings
         self.own_head, self.d2t = own_head, d2t
         self.name, self.source = name, dict(source or {})
+        self._last_masks: dict[str, Any] = {}  # by layer kind: what it was made for, and the mask
 
     def __repr__(self) -> str:
         s = self.settings
@@ -118,18 +120,28 @@ class Drafter:
 
         Sliding layers see keys closer than the window, measured in absolute positions from each query.
         """
+        keys = torch.arange(context + self.block_size, device=self.device)
+        return {kind: self._visible(kind, context, keys) for kind in dict.fromkeys(self.settings.layer_types)}
+
+    def _visible(self, kind: str, context: int, keys: torch.Tensor) -> torch.Tensor:
+        """bool [B, m]: which keys, given by position [m], the block behind `context` tokens sees in a layer kind."""
         s = self.settings
         query = torch.arange(context, context + s.block_size, device=self.device)[:, None]  # [B, 1]
-        key = torch.arange(context + s.block_size, device=self.device)[None]  # [1, context + B]
-        masks = {}
-        for kind in dict.fromkeys(s.layer_types):
-            visible = torch.ones_like(query - key, dtype=torch.bool)  # [B, context + B]
-            if kind == "sliding_attention":
-                visible &= (query - key).abs() < (s.sliding_window or 0)
-            if s.block_attention[kind] == "causal":
-                visible &= key <= query
-            masks[kind] = visible
-        return masks
+        visible = torch.ones_like(query - keys, dtype=torch.bool)
+        if kind == "sliding_attention":
+            visible &= (query - keys).abs() < (s.sliding_window or 0)
+        if s.block_attention[kind] == "causal":
+            visible &= keys <= query
+        return visible
+
+    def _keys(self, kind: str, context: int, first: int, dense_part: bool) -> torch.Tensor:
+        """Positions [m] of a mask's columns: keys from `first` on, or of those the ones that not every row sees."""
+        s, end = self.settings, context
+        if dense_part:
+            reach = context + s.block_size - (s.sliding_window or 0)  # the oldest key that every row sees
+            end = min(context, max(first, reach)) if kind == "sliding_attention" else first
+        positions = torch.arange(context + s.block_size, device=self.device)
+        return torch.cat([positions[first:end], positions[context:]])
 
     @torch.no_grad()
     def propose(
@@ -145,23 +157,42 @@ class Drafter:
         [rows, hidden]. head: hidden [..., hidden] -> logits [..., rows]; the bare output embedding if
         `settings.scales_logits`. Ids the drafter does not know are -inf. The cache's context is not changed.
         """
-        s, context = self.settings, cache.length
+        s, context, weight = self.settings, cache.length, self.model.encoder.fc.weight
         ids = torch.tensor(self.block_ids(anchor), device=embed.device)
-        rows = F.embedding(ids, embed) * s.input_embedding_scale  # [B, hidden]
-        noise = rows[None].to(self.device, self.dtype)
+        rows = F.embedding(ids, embed)  # [B, hidden]
+        if s.input_embedding_scale != 1.0:
+            rows = rows * s.input_embedding_scale
+        noise = rows[None].to(weight.device, weight.dtype)
         out_of_reach = max(0, context - (s.sliding_window or 0) + 1)  # context rows no sliding query can see
         first = {"full_attention": 0, "sliding_attention": out_of_reach}
-        masks = {kind: self._additive(seen[:, first[kind] :]) for kind, seen in self.masks(context).items()}
+        backend = BACKENDS.get(name_of(self.model))
+        dense_part = backend is not None and backend.dense_part
+        masks = {}
+        for kind in dict.fromkeys(s.layer_types):
+            masks[kind] = self._mask(kind, context, first[kind], dense_part)
         cache.reserve(context + s.block_size)
         out = self.model(
             noise_embeds=noise,
-            context_hidden_states=noise.new_zeros(1, 0, self.model.encoder.fc.in_features),
+            context_hidden_states=noise.new_empty(1, 0, weight.shape[1]),
             attention_mask=masks,
-            position_ids=torch.arange(context, context + s.block_size, device=self.device)[None],
+            position_ids=torch.arange(context, context + s.block_size, device=weight.device)[None],
             cache=BlockCache(cache, [first[kind] for kind in s.layer_types]),
         )
         hidden = out.last_hidden_state[0, s.block_size - s.depth :]  # [depth, hidden]
         return self._logits(hidden, embed, head)
+
+    def _mask(self, kind: str, context: int, first: int, dense_part: bool) -> torch.Tensor:
+        """Additive mask [1, 1, B, m] of a layer kind; behind a full window it is the one of the block before."""
+        s, weight = self.settings, self.model.encoder.fc.weight
+        if kind == "full_attention" and s.block_attention[kind] != "causal":
+            columns = s.block_size if dense_part else context - first + s.block_size
+            return weight.new_zeros((1, 1, s.block_size, columns))
+        made_for = (context - first, dense_part, s.sliding_window, s.block_attention[kind], weight.device, weight.dtype)
+        if self._last_masks.get(kind, (None,))[0] != made_for:
+            visible = self._visible(kind, context, self._keys(kind, context, first, dense_part))
+            self._last_masks[kind] = made_for, self._additive(visible)
+        mask: torch.Tensor = self._last_masks[kind][1]
+        return mask
 
     def _additive(self, visible: torch.Tensor) -> torch.Tensor:
         """bool [B, keys] -> 0 or the dtype's lowest [1, 1, B, keys]: legal on eager and on sdpa alike."""
@@ -183,7 +214,7 @@ class Drafter:
         if self.own_head is not None and self.d2t is not None:
             full = logits.new_full((len(hidden), embed.shape[0]), -torch.inf)  # [depth, rows]
             return full.index_copy_(1, self.d2t, logits)
-        if s.vocab_size is not None:
+        if s.vocab_size is not None and s.vocab_size < logits.shape[1]:
             logits[:, s.vocab_size :] = -torch.inf
         return logits
 
@@ -216,14 +247,14 @@ class Drafter:
     ) -> Drafter:
         """A drafter from a config.json and its tensors (kept, not copied, if they fit), in any known layout.
 
-        dtype None: the checkpoint's. drafts_from ("mask", "anchor") and block_attention (layer type ->
-        "causal", "bidirectional") overrule the config; allow_unexpected names tensors to leave out. Raises
-        ValueError for a config that does not fit, and one that lists all tensors that do not.
+        dtype None: the checkpoint's. attention: a name of `ddlab.attention.BACKENDS`. drafts_from ("mask", "anchor")
+        and block_attention (layer type -> "causal", "bidirectional") overrule the config; allow_unexpected names
+        tensors to leave out. Raises ValueError for a config that does not fit, and one that lists all tensors that do
+        not.
         """
-        if attention not in ("eager", "sdpa"):
-            raise ValueError(f"the block's mask needs attention='sdpa' or 'eager', not {attention!r}")
+        check_name(attention)
         model_config, settings = read_config(config, state, drafts_from=drafts_from, block_attention=block_attention)
-        model = _empty_model(model_config, attention, bias=bool(config.get("attention_bias")))
+        model = _empty_model(model_config, find(attention).implementation, bias=bool(config.get("attention_bias")))
         d2t = checkpoint.draft_to_target(state, settings.vocab_size)
         own = () if d2t is None else ("d2t", "t2d")
         tensors = {k: v for k, v in checkpoint.rename(state).items() if k not in (*own, *allow_unexpected)}
@@ -237,7 +268,9 @@ class Drafter:
         model.load_state_dict(tensors, assign=True)
         model.rotary_emb = MuseGlimmerAssistantRotaryEmbedding(model_config)
         model.eval().requires_grad_(False)
-        return cls(model, settings, own_head=own_head, d2t=d2t).to(device)
+        drafter = cls(model, settings, own_head=own_head, d2t=d2t).to(device)
+        check(attention, drafter_calls(drafter), whose="the drafter's ")
+        return drafter
 
 
 def _empty_model(config: MuseGlimmerAssistantConfig, attention: str, bias: bool) -> MuseGlimmerAssistantModel:

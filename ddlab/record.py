@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from ddlab.attention import attention_backend
 from ddlab.sampling import Choice, Sampling, Walk
 from ddlab.trace import Step, new_header
-from ddlab.tree import DraftTree, top_tokens
+from ddlab.tree import DraftTree
 
 if TYPE_CHECKING:
     from ddlab.pair import Pair, Prompt
@@ -41,7 +41,7 @@ def describe_pair(pair: Pair) -> dict[str, Any]:
         taps = pair.drafter.settings.target_layer_ids
         described["drafter"] = pair.drafter.settings.to_dict() | {
             "dtype": str(pair.drafter.model.dtype).removeprefix("torch."),
-            "attention": pair.drafter.model.config._attn_implementation,
+            "attention": attention_backend(pair, "drafter"),
             "tap_of_last_layer": "after the final norm" if last in taps else None,
         }
     return described
@@ -68,19 +68,22 @@ def round_record(
     tree: DraftTree,
     choice: Choice,
     taken: Walk,
-    drafted: Tensor | None,
+    best: tuple[np.ndarray, np.ndarray] | None,
     edited: list[str],
+    engine: str,
     times: dict[str, float],
 ) -> Step:
-    """One round as data. ``drafted``: the draft logits [depth, vocab] that the tree was built from."""
-    device = choice.log_probs.device
-    parents, tokens = (torch.from_numpy(x[1:].copy()).to(device) for x in (tree.parents, tree.tokens))
+    """One round as data.
+
+    choice: with the log-probabilities of the drafted nodes asked for. best: ``top_tokens`` of the draft logits that the
+    tree was built from.
+    """
     node_log_prob = np.full(len(tree), np.nan, dtype=np.float32)
-    node_log_prob[1:] = _numpy(choice.log_probs[parents, tokens])
-    best: dict[str, Any] = {}
-    if drafted is not None and drafted.numel():
-        ids, log_probs = top_tokens(drafted, DRAFT_BEST)
-        best = {"draft_ids": ids, "draft_log_probs": log_probs.astype(np.float32)}
+    node_log_prob[1:] = _numpy(choice.asked)
+    drafted: dict[str, Any] = {}
+    if best is not None and best[0].size:
+        ids, log_probs = (x[:, :DRAFT_BEST] for x in best)
+        drafted = {"draft_ids": ids.copy(), "draft_log_probs": log_probs.astype(np.float32)}
     return Step(
         index=index,
         start=start,
@@ -94,8 +97,9 @@ def round_record(
         emitted=taken.emitted(tree),
         stop_reason=taken.stop_reason,
         edited=tuple(edited),
+        engine=engine,
         times=dict(times),
-        **best,
+        **drafted,
     )
 
 

@@ -12,7 +12,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from ddlab.names import hint, one_of
 from ddlab.oracle import plain_logits
 from ddlab.record import describe_pair
 from ddlab.sampling import Sampling, walk
+from ddlab.tokens import Token, describe
 from ddlab.trace import Mean, Trace
 from ddlab.tracefile import plain
 from ddlab.tree import DraftTree, top_tokens
@@ -54,6 +55,7 @@ class DenseDrafts:
     stop_token_ids: tuple[int, ...]
     max_new_tokens: int
     max_positions: int | None  # of the target: no draft beyond
+    token_text: Mapping[int, Token] = field(default_factory=dict)  # of the text and of every candidate, for views
 
     def __len__(self) -> int:
         return len(self.depths)
@@ -124,6 +126,7 @@ def dense_drafts(pair: Pair, trace: Trace, k: int = 64) -> DenseDrafts:
         stop_token_ids=tuple(settings["stop_token_ids"]),
         max_new_tokens=settings["max_new_tokens"],
         max_positions=pair.max_positions,
+        token_text=describe(pair.tokenizer, [*text, *np.unique(ids).tolist()]),
     )
 
 
@@ -180,8 +183,8 @@ def _check_text(pair: Pair, trace: Trace, text: list[int], logits: torch.Tensor)
         rows = logits[at : at + 32]
         positions = first + np.arange(at, at + len(rows))
         choice = sampling.choose(rows, positions, lambda row: text)
-        allowed = 2 * relative * rows.abs().amax(-1)
-        right = torch.tensor(text[first + at : first + at + len(rows)], device=rows.device)
+        allowed = 2 * relative * rows.abs().amax(-1).cpu()
+        right = torch.tensor(text[first + at : first + at + len(rows)])
         wrong = torch.nonzero((choice.tokens != right) & (choice.margin > allowed)).flatten().tolist()
         if wrong:
             row = wrong[0]

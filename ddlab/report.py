@@ -6,12 +6,17 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddlab.tokens import printable
 from ddlab.trace import Trace
 from ddlab.tracefile import plain
 from ddlab.views import acceptance, aligned, data, front, page, path, rounds, setup, summary, timeline
+from ddlab.views.replayed import replay_view
+
+if TYPE_CHECKING:
+    from ddlab.cost import CostModel
+    from ddlab.replay import Replay
 
 
 def report(
@@ -19,30 +24,42 @@ def report(
     path: str | os.PathLike[str],
     *,
     audits: Sequence[Any] | Any | None = None,
+    replays: Sequence[Replay | None] | Replay | None = None,
+    cost: CostModel | None = None,
+    views: Sequence[page.View] = (),
     title: str | None = None,
 ) -> Path:
     """Writes the report of one or several runs and returns its path.
 
     Args:
         audits: one per trace, in their order: `ddlab.audit`, the dict it was saved as, or None.
+        replays: one per trace: `ddlab.replay` or None. The page then replays other budgets by itself.
+        cost: what rounds cost, for the tokens per second that a replay predicts.
+        views: more to be shown before the runs: budgets, comparisons.
 
     Raises:
-        ValueError: no trace, or another number of audits than of traces.
+        ValueError: no trace, another number of audits or replays than of traces, or a replay of another text.
         FileNotFoundError: the folder of `path` does not exist.
     """
     traces = [trace_or_traces] if isinstance(trace_or_traces, Trace) else list(trace_or_traces)
     if not traces:
         raise ValueError("a report needs at least one trace")
-    if audits is None:
-        verdicts: list[Any] = [None] * len(traces)
-    else:
-        verdicts = list(audits) if isinstance(audits, Sequence) else [audits]
-    if len(verdicts) != len(traces):
-        raise ValueError(f"{len(verdicts)} audits for {len(traces)} traces: give one per trace, None for none")
+    verdicts, replayed = _each("audits", audits, traces), _each("replays", replays, traces)
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"no folder {target.parent} to write {target.name} into: create it first")
-    return page.write(target, _document(traces, verdicts, title or _title(traces)))
+    budgets = [None if r is None else replay_view(trace, r, cost) for trace, r in zip(traces, replayed, strict=True)]
+    return page.write(target, _document(traces, verdicts, budgets, views, title or _title(traces)))
+
+
+def _each(what: str, given: Any, traces: Sequence[Trace]) -> list[Any]:
+    """One a trace."""
+    if given is None:
+        return [None] * len(traces)
+    listed = list(given) if isinstance(given, Sequence) else [given]
+    if len(listed) != len(traces):
+        raise ValueError(f"{len(listed)} {what} for {len(traces)} traces: give one per trace, None for none")
+    return listed
 
 
 def _title(traces: Sequence[Trace]) -> str:
@@ -51,7 +68,13 @@ def _title(traces: Sequence[Trace]) -> str:
     return printable(f"{', '.join(sorted(pairs))}: {', '.join(methods)}")
 
 
-def _document(traces: Sequence[Trace], audits: Sequence[Any], title: str) -> str:
+def _document(
+    traces: Sequence[Trace],
+    audits: Sequence[Any],
+    budgets: Sequence[page.View | None],
+    views: Sequence[page.View],
+    title: str,
+) -> str:
     names = summary.names(traces)
     created = min(str(trace.header.get("created", "at an unknown time")) for trace in traces)
     created = created.replace("T", " ").replace("+00:00", " UTC")
@@ -64,9 +87,10 @@ def _document(traces: Sequence[Trace], audits: Sequence[Any], title: str) -> str
         "<h2>Methods side by side</h2>",
         summary.summary_view(traces, audits).html,
         aligned.aligned_view(traces, [_data_name(i) for i in range(len(traces))]).html,
+        *(f"<h2>{page.escape(view.title)}</h2>{view.fragment(f'view{i}')}" for i, view in enumerate(views)),
         '<h2 id="setup">Setup</h2>',
         setup.setup_view(traces).html,
-        *(_run(i, trace, name) for i, (trace, name) in enumerate(zip(traces, names, strict=True))),
+        *(_run(i, *run) for i, run in enumerate(zip(traces, names, budgets, strict=True))),
         _data(traces, audits),
     ]
     return page.document(title, f"<main>{''.join(body)}</main>", script=True)
@@ -104,14 +128,15 @@ def _data_name(number: int) -> str:
     return f"run{number}-data"
 
 
-def _run(number: int, trace: Trace, name: str) -> str:
+def _run(number: int, trace: Trace, name: str, budgets: page.View | None) -> str:
     parts = [f'<h2 id="run{number}">{page.escape(name)}</h2>']
+    others = _budgets(f"run{number}-drafts", budgets)
     if not trace.steps:
         return "".join([*parts, path.path_view(trace).html, "<p>No round was needed.</p>"])
     if all(len(step.tree) == 1 for step in trace.steps):
         count = f"{trace.rounds} round{'s' if trace.rounds != 1 else ''}"
         said = f"<p>Nothing was drafted: {count} of one token each, the target's own.</p>"
-        return "".join([*parts, path.path_view(trace).html, said])
+        return "".join([*parts, path.path_view(trace).html, said, others])
     named = _data_name(number)
     text = page.escape(rounds.trace_text(trace))
     parts += [
@@ -124,8 +149,16 @@ def _run(number: int, trace: Trace, name: str) -> str:
         acceptance.acceptance_html(trace, named),
         "<h3>Time</h3>",
         timeline.time_view(trace).html,
+        others,
     ]
     return "".join(parts)
+
+
+def _budgets(name: str, view: page.View | None) -> str:
+    """The same text under other budgets: replayed in the page, or a table where no script runs."""
+    if view is None:
+        return ""
+    return f"<h3>Other budgets</h3>{view.fragment(name)}"
 
 
 def _data(traces: Sequence[Trace], audits: Sequence[Any]) -> str:

@@ -34,6 +34,7 @@ class Step:
     emitted: tuple[int, ...]  # what the round added to the text
     stop_reason: str  # "mismatch" | "exhausted" | "stop_token" | "length" | "edited"
     edited: tuple[str, ...] = ()  # phases whose value a hook replaced
+    engine: str | None = None  # what ran its forwards, "eager" or "graph"; None: a file that does not say
     times: dict[str, float] = field(default_factory=dict)  # seconds: draft, tree, verify, accept, commit
     draft_ids: np.ndarray = field(default_factory=_nothing_drafted)  # int64 [depth, k]: the drafter's best
     draft_log_probs: np.ndarray = field(default_factory=_nothing_drafted)  # float [depth, k]
@@ -79,7 +80,7 @@ class Step:
 
 # ---- one round as a JSON record and arrays -------------------------------------------------------
 
-_SCALARS = ("index", "start", "path", "bonus", "emitted", "stop_reason", "edited", "times")
+_SCALARS = ("index", "start", "path", "bonus", "emitted", "stop_reason", "edited", "engine", "times")
 _ARRAYS = ("target_choice", "target_log_prob", "margin", "node_log_prob", "draft_ids", "draft_log_probs")
 _TREE = ("tokens", "parents", "log_prob", "rank")
 
@@ -95,6 +96,7 @@ def to_record(step: Step) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 def from_record(record: dict[str, Any], stored: dict[str, np.ndarray]) -> Step:
     arrays = {k: v.astype(np.int64) if v.dtype.kind == "i" else v for k, v in stored.items()}
     tree = DraftTree.from_parents(**{name: arrays.pop(f"tree.{name}") for name in _TREE})
+    record = {"engine": None} | record  # which files of before do not have
     known = {name: record.pop(name) for name in _SCALARS} | {name: arrays.pop(name) for name in _ARRAYS}
     known |= {name: tuple(known[name]) for name in ("path", "emitted", "edited")}
     return Step(tree=tree, extra=record | arrays, **known)

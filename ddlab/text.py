@@ -71,6 +71,11 @@ class Text:
         return self.tokens[self.place.tokens - 1]
 
     @property
+    def eager(self) -> bool:
+        """Did the models' modules run the last forwards?"""
+        return self.target.eager or (self.drafts is not None and self.drafts.eager)
+
+    @property
     def room(self) -> int:
         """Tokens that may still be added."""
         return self.end - self.place.tokens

@@ -148,6 +148,13 @@ class Trace:
             said.append(f"Edited: a hook replaced values ({', '.join(phases)}) in {where}.")
             if "verify" in phases:
                 said.append("The target's own logits were edited: the text need not be the target's own.")
+        watched = [step.index for step in self.steps if step.engine == "eager" != self.settings.get("engine", "eager")]
+        if watched:
+            shown = ", ".join(map(str, watched[:8])) + (", …" if len(watched) > 8 else "")
+            said.append(
+                f"Modules were watched in {len(watched)} of {self.rounds} rounds, which ran eager for it: {shown}. "
+                "Their times are not the graph engine's."
+            )
         if self.lost_rounds:
             said.append(f"Rounds at the end that could not be read, the file stops before them: {self.lost_rounds}.")
         return said
@@ -264,9 +271,8 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike[str], trace: Trace) -> None:
         self.path, self._trace = Path(path), trace
         first = () if trace.first_token is None else (trace.first_token,)
-        self._described: list[set[int]] = [set()]  # ids whose text was written, by round
-        self._known: set[int] = set()
-        header = trace.header | self._text_of({*trace.prompt_ids, *first})
+        self._described: dict[int, int] = {}  # ids whose text was written, and the round it was written with
+        header = trace.header | self._text_of({*trace.prompt_ids, *first}, -1)
         self._file = tracefile.FolderWriter(self.path, header)
 
     @property
@@ -277,17 +283,16 @@ class TraceWriter:
         if step.index != self.rounds:
             raise ValueError(f"round {step.index} cannot follow {self.rounds} written rounds")
         record, arrays = to_record(step)
-        self._described.append(set())
         try:
-            self._file.append(record | self._text_of(step.token_ids()), tracefile.pack_arrays(arrays))
+            self._file.append(record | self._text_of(step.token_ids(), step.index), tracefile.pack_arrays(arrays))
         except BaseException:  # also an interrupt: the next round must find the files at the last whole one
             self.truncate(step.index)
             raise
 
     def truncate(self, rounds: int) -> None:
         self._file.truncate(rounds)
-        del self._described[rounds + 1 :]
-        self._known = set().union(*self._described)
+        while self._described and self._described[next(reversed(self._described))] >= rounds:
+            self._described.popitem()
 
     def close(self) -> None:
         self._file.close()
@@ -298,12 +303,11 @@ class TraceWriter:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _text_of(self, ids: set[int]) -> dict[str, Any]:
+    def _text_of(self, ids: set[int], round_index: int) -> dict[str, Any]:
         table = self._trace.token_text
-        new = {i for i in ids - self._known if i in table}
-        self._known |= new
-        self._described[-1] |= new
-        return {"tokens": {str(i): tokens.to_json(table[i]) for i in sorted(new)}} if new else {}
+        new = sorted(i for i in ids if i not in self._described and i in table)
+        self._described |= dict.fromkeys(new, round_index)
+        return {"tokens": {str(i): tokens.to_json(table[i]) for i in new}} if new else {}
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, Any]:

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import graphviz
 
 _GRID = 2.0**38
@@ -119,11 +121,12 @@ class DraftTree:
 
     def ancestors(self) -> np.ndarray:
         """Ancestor-or-self, bool [n, n]: [i, j] says that node j lies on the path from the root to i."""
-        above = np.eye(len(self), dtype=bool)
-        for depth in range(1, int(self.depth.max()) + 1):
-            nodes = np.flatnonzero(self.depth == depth)
-            above[nodes] |= above[self.parents[nodes]]
-        return above
+        rows = [1]  # each the bits of a row, in one integer
+        for node, parent in enumerate(self.parents[1:].tolist(), 1):
+            rows.append(rows[parent] | 1 << node)
+        size = len(rows) // 8 + 1  # bytes
+        packed = np.frombuffer(b"".join(row.to_bytes(size, "little") for row in rows), np.uint8)
+        return np.unpackbits(packed.reshape(-1, size), 1, len(rows), "little").view(bool)
 
     def children(self, node: int) -> np.ndarray:
         """The node's children, int64, in stored order."""
@@ -197,6 +200,11 @@ def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int
     """
     if not budget or not log_probs.size:
         return DraftTree.from_parents([root_token], [-1])
+    if log_probs.shape[1] == 1:  # no node has a sibling
+        depth = np.arange(min(len(ids), budget) + 1)
+        tokens, score = np.full(depth.size, root_token), np.zeros(depth.size)
+        tokens[1:], score[1:] = ids[: depth[-1], 0], log_probs[: depth[-1], 0].cumsum()
+        return DraftTree(tokens, depth - 1, depth, score, np.where(depth, 0, -1))
     greedy = np.concatenate(([0.0], log_probs[:, 0].cumsum()))  # [depth + 1] scores of the greedy path
     once = greedy[:-1, None] + log_probs  # [depth, k] scores of the greedy path to a depth, then any token
     floor = _score_floor(greedy, once, budget)
@@ -252,7 +260,7 @@ def _nth_best(scores: np.ndarray, n: int) -> float:
     return float(np.partition(scores, nth)[nth]) if nth >= 0 else -np.inf
 
 
-def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
+def top_tokens(logits: Any, k: int, read: Callable[[int], np.ndarray] | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The ``k`` best tokens of each depth: ids int64, log-probabilities float64, each [depth, min(k, vocab)].
 
     Best first, equals by ascending id, also at the cut: top-k kernels promise no order among equals. A row
@@ -260,6 +268,8 @@ def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
     over the whole row, in float32 or the logits' own precision if that is higher.
 
     Takes and raises what ``DraftTree.best_first`` does. Of logits on a device only a few entries are moved.
+
+    read: n -> ``packed_top(logits, n)`` on the host, where a device has it ready.
     """
     is_torch = hasattr(logits, "detach")
     logits = logits.detach() if is_torch else np.asarray(logits)
@@ -273,7 +283,10 @@ def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
     while True:
         n = min(n, vocab)
         with np.errstate(invalid="ignore", over="ignore"):  # rows of -inf; spreads beyond the float range
-            peak, total, values, ids = (_torch_top if is_torch else _numpy_top)(logits, n)
+            if read is not None:
+                peak, total, values, ids = _unpacked(read(n), n)
+            else:
+                peak, total, values, ids = (_torch_top if is_torch else _numpy_top)(logits, n)
             log_probs = np.rint((values - peak - np.log(total)) * _GRID) / _GRID + 0.0  # + 0.0: no -0.0
         broken = np.flatnonzero(~(peak < np.inf))
         if broken.size:
@@ -285,23 +298,63 @@ def top_tokens(logits: Any, k: int) -> tuple[np.ndarray, np.ndarray]:
         if n == vocab or not np.any((last == log_probs[:, k - 1]) & (last > -np.inf)):
             break
         n *= 4  # more equals of the k-th may follow
-    run = np.zeros((depth, n), np.int64)  # numbers the runs of equals
-    np.cumsum(log_probs[:, 1:] != log_probs[:, :-1], axis=1, out=run[:, 1:])
-    ids = np.sort(run * vocab + ids, axis=1) - run * vocab
+    differ = log_probs[:, 1:] != log_probs[:, :-1]
+    if not differ.all():
+        run = np.zeros((depth, n), np.int64)  # numbers the runs of equals
+        np.cumsum(differ, axis=1, out=run[:, 1:])
+        ids = np.sort(run * vocab + ids, axis=1) - run * vocab
     return ids[:, :k], log_probs[:, :k]
 
 
 def _torch_top(logits: Any, n: int) -> tuple[np.ndarray, ...]:
     """Of each row: maximum and sum of exp(logit - maximum), [depth, 1]; n best logits and ids, [depth, n]."""
+    if logits.device.type != "cpu":
+        return _unpacked(packed_top(logits, n).cpu().numpy(), n)  # the one transfer
+    logits, peak, total = _normaliser(logits)
+    values, ids = _numpy_largest(logits.numpy(), n)
+    return peak.double().numpy(), total.double().numpy(), values.astype(np.float64), ids
+
+
+def packed_top(logits: Any, n: int) -> Any:
+    """The same in one tensor [depth, 2 + 2 * n], on the device of the logits."""
+    import torch
+
+    logits, peak, total = _normaliser(logits)
+    values, ids = largest(logits, n)
+    return torch.cat([peak, total, values, ids.to(logits.dtype)], -1)  # float32 holds ids up to 2**24
+
+
+def _unpacked(packed: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
+    rows = packed.astype(np.float64)
+    return rows[:, :1], rows[:, 1:2], rows[:, 2 : 2 + n], rows[:, 2 + n :].astype(np.int64)
+
+
+def _normaliser(logits: Any) -> tuple[Any, Any, Any]:
+    """Logits in float32 or better; of each row the maximum, NaN where it holds one, and the sum of exp(. - maximum)."""
     import torch
 
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    peak = logits.amax(-1, keepdim=True)  # NaN where the row holds one
-    total = (logits - peak).exp().sum(-1, keepdim=True)
-    values, ids = logits.topk(n)
-    packed = torch.cat([peak, total, values, ids.to(logits.dtype)], -1)  # float32 holds ids up to 2**24
-    rows = packed.cpu().numpy().astype(np.float64)  # the one transfer
-    return rows[:, :1], rows[:, 1:2], rows[:, 2 : 2 + n], rows[:, 2 + n :].astype(np.int64)
+    peak = logits.amax(-1, keepdim=True)
+    return logits, peak, (logits - peak).exp_().sum(-1, keepdim=True)
+
+
+def largest(logits: Any, n: int, width: int | None = None) -> tuple[Any, Any]:
+    """``torch.topk`` of logits on a device: the ``n`` largest of each row [depth, vocab] and where they stand.
+
+    Faster on a vocabulary: one pass finds the maximum of each block of ``width`` columns (None: a good one; 0: plain
+    topk). No block but the ``n`` with the largest maxima can hold one of the ``n`` largest, except for equals of the
+    last.
+    """
+    vocab = logits.shape[1]
+    if width is None:
+        sizes = ((128, 12), (64, 12), (32, 6))  # wide blocks if there are many more of them than n
+        width = next((w for w, enough in sizes if vocab % w == 0 and vocab >= enough * w * n), 0)
+    if not width:
+        return logits.topk(n)
+    blocks = logits.unflatten(1, (-1, width))  # [depth, blocks, width]
+    chosen = blocks.amax(-1).topk(n, sorted=False).indices  # [depth, n]
+    values, at = blocks.gather(1, chosen[:, :, None].expand(-1, -1, width)).flatten(1).topk(n)
+    return values, chosen.gather(1, at // width) * width + at % width
 
 
 def _numpy_top(logits: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
@@ -309,11 +362,24 @@ def _numpy_top(logits: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
     logits = logits.astype(np.promote_types(logits.dtype, np.float32), copy=False)
     peak = logits.max(-1, keepdims=True)
     total = np.exp(logits - peak).sum(-1, keepdims=True, dtype=np.float64)
-    ids = np.argpartition(logits, logits.shape[1] - n)[:, logits.shape[1] - n :]
-    values = np.take_along_axis(logits, ids, 1)
-    order = np.argsort(-values)
-    values, ids = np.take_along_axis(values, order, 1).astype(np.float64), np.take_along_axis(ids, order, 1)
-    return peak.astype(np.float64), total, values, ids
+    values, ids = _numpy_largest(logits, n)
+    return peak.astype(np.float64), total, values.astype(np.float64), ids
+
+
+def _numpy_largest(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The ``n`` largest of each row and where they stand, best first.
+
+    The ``n``-th largest maximum of disjoint blocks is a floor that at least ``n`` numbers reach, and few more do.
+    """
+    depth, vocab = logits.shape
+    blocks = vocab // 32
+    if vocab % 32 or blocks < 2 * n:
+        found: Any = np.argpartition(logits, vocab - n)[:, vocab - n :]
+    else:
+        floors = np.partition(logits.reshape(depth, 32, blocks).max(1), blocks - n)[:, blocks - n]
+        found = [np.flatnonzero(~(row < floor)) for row, floor in zip(logits, floors, strict=True)]  # NaN is found too
+    ids = np.stack([few[np.argsort(-row[few])[:n]] for row, few in zip(logits, found, strict=True)])
+    return np.take_along_axis(logits, ids, 1), ids
 
 
 def _checked_budget(budget: int) -> int:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ddlab.delta import TREE_ROWS, TreeRows, TreeWrites, teach_tree_rows
+from ddlab.attention import BACKENDS, check_attention
+from ddlab.delta import TREE_ROWS, TreeRows, TreeWrites, states_after, teach_tree_rows
 from ddlab.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Committed:
     """
 
     length: int
-    linear: tuple[tuple[Tensor, Tensor] | None, ...]
+    linear: Sequence[tuple[Tensor, Tensor] | None]
 
 
 class _KeyValues(CacheLayerMixin):
@@ -70,11 +71,12 @@ class _KeyValues(CacheLayerMixin):
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, self.first : end], self.values[:, :, self.first : end]
 
-    def gather(self, rows: Tensor) -> None:
-        """Move the kept rows of the forward under way to the front of it. rows: int64 [m], increasing."""
+    def gather(self, rows: _Rows) -> None:
+        """Move the kept rows of the forward under way to the front of it."""
         start = self.cache.committed.length
         for x in (self.keys, self.values):
-            x[:, :, start : start + len(rows)] = x.index_select(2, start + rows.to(x.device))
+            forward = x[:, :, start:]
+            forward[:, :, : len(rows)] = forward.index_select(2, rows.on(x.device))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.committed.length - self.first + query_length, self.first
@@ -104,20 +106,41 @@ class _LinearState:
         self.kernel = 0
         self.after: Tensor | TreeWrites | None = None
 
-    def state_after(self, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(conv window, recurrent state) after the kept rows; None: all rows, in order."""
-        assert self.columns is not None and self.after is not None
-        columns = self.columns
+    def window_after(self, rows: _Rows | None) -> Tensor:
+        """The conv window after the kept rows; None: all rows, in order."""
+        columns, kernel = self.columns, self.kernel
+        assert columns is not None
         if rows is not None:
-            kept = torch.cat([torch.arange(self.kernel), self.kernel + rows])
-            columns = columns.index_select(2, kept.to(columns.device))
-        if columns.shape[2] < self.kernel:  # a text shorter than the kernel starts behind zeros
-            columns = torch.nn.functional.pad(columns, (self.kernel - columns.shape[2], 0))
-        window = columns[:, :, -self.kernel :].clone()
-        if isinstance(self.after, Tensor):
-            return window, self.after
-        assert rows is not None
-        return window, self.after.state_after(rows.to(window.device))
+            return columns.index_select(2, rows.window(kernel, columns.device))
+        if columns.shape[2] < kernel:  # a text shorter than the kernel starts behind zeros
+            return torch.nn.functional.pad(columns, (kernel - columns.shape[2], 0))
+        return columns[:, :, -kernel:].clone()
+
+
+class _Rows:
+    """The rows that a commit keeps, made once for all layers: increasing, the root's first."""
+
+    def __init__(self, path: Sequence[int]):
+        self.path = list(path)
+        self.moved = self.path != list(range(len(self.path)))
+        self._on: dict[Any, Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.path)
+
+    def on(self, device: torch.device) -> Tensor:
+        """int64 [m] on ``device``."""
+        return self._made(device, self.path, device)
+
+    def window(self, kernel: int, device: torch.device) -> Tensor:
+        """int64 [kernel]: the last columns of the committed window and the kept rows behind it."""
+        columns = [*range(kernel), *(kernel + row for row in self.path)][-kernel:]
+        return self._made((kernel, device), columns, device)
+
+    def _made(self, key: Any, values: list[int], device: torch.device) -> Tensor:
+        if key not in self._on:
+            self._on[key] = torch.tensor(values).to(device, non_blocking=True)
+        return self._on[key]
 
 
 class TargetCache(Cache):
@@ -163,21 +186,35 @@ class TargetCache(Cache):
         """True: a linear layer must not take the one-row path that overwrites its conv window in place."""
         return True
 
-    def commit(self, rows: Tensor | None, count: int) -> None:
-        """Keep ``count`` rows of the forward under way: those of ``rows`` (int64, increasing), or all of them."""
-        linear: list[tuple[Tensor, Tensor] | None] = []
-        moved = rows is not None and not torch.equal(rows, torch.arange(count))
-        for layer in self.layers:
+    def commit(self, path: Sequence[int] | None, count: int) -> None:
+        """Keep ``count`` rows of the forward under way: those of ``path`` (increasing), or all of them."""
+        linear: list[tuple[Tensor, Tensor] | None] = [None] * len(self.layers)
+        rows = None if path is None else _Rows(path)
+        states = self._states_after(rows)
+        for index, layer in enumerate(self.layers):
             if isinstance(layer, _LinearState):
-                linear.append(layer.state_after(None if self.flattened else rows))
-            else:
-                linear.append(None)
-                if moved:
-                    layer.gather(rows)
+                linear[index] = layer.window_after(None if self.flattened else rows), states[index]
+            elif rows is not None and rows.moved:
+                layer.gather(rows)
         self.committed = Committed(self.committed.length + count, tuple(linear))
         for layer in self.layers:
             if isinstance(layer, _LinearState):
                 layer.columns = layer.after = None
+
+    def _states_after(self, rows: _Rows | None) -> dict[int, Tensor]:
+        """The recurrent states after the kept rows, by layer; those of a tree in one go for all layers of a device."""
+        states: dict[int, Tensor] = {}
+        trees: dict[torch.device, dict[int, TreeWrites]] = {}
+        for index, layer in enumerate(self.layers):
+            after = layer.after if isinstance(layer, _LinearState) else None
+            if isinstance(after, TreeWrites):
+                trees.setdefault(after.writes.device, {})[index] = after
+            elif after is not None:
+                states[index] = after
+        for device, writes in trees.items():
+            assert rows is not None
+            states |= zip(writes, states_after(list(writes.values()), rows.on(device)), strict=True)
+        return states
 
     def pending_nbytes(self) -> int:
         """Bytes that the forward under way keeps for its commit in the linear layers."""
@@ -203,26 +240,34 @@ def tree_masks(
     kinds: Sequence[tuple[str, int | None]],
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    dense_part: bool = False,
+    ancestors: np.ndarray | None = None,
 ) -> dict[str, Tensor]:
     """Additive masks [1, 1, n, keys] by layer kind: 0 where a row may look, the dtype's minimum elsewhere.
 
     Committed keys are visible, tree rows by ancestry. In a sliding layer the distance is measured in positions
     (``start + depth``), not in slots, and the keys that no row can reach are left out in front. Additive, because it is
-    legal on every masked backend: eager adds whatever mask it gets, also a boolean one.
+    legal on every masked backend: eager adds whatever mask it gets, also a boolean one. ``dense_part`` leaves out the
+    committed keys that every row sees, as `ddlab.flash_tree` wants it: of those only the far end of a window is left.
+    ancestors: the tree's own, where they are at hand.
     """
-    ancestors = tree.ancestors()  # [n, n]
+    ancestors, depth = tree.ancestors() if ancestors is None else ancestors, tree.depth  # [n, n], [n]
     masks = {}
     for kind, window in kinds:
         seen = ancestors
         first = 0 if window is None else max(0, start - window + 1)
-        committed = np.ones((len(tree), start - first), dtype=bool)
+        end = start  # committed keys from here on have no column
+        if dense_part:
+            end = first if window is None else min(start, max(first, start + int(depth.max()) - window + 1))
+        mask = torch.zeros((1, 1, len(tree), end - first + len(tree)), dtype=dtype, device=device)
+        columns = mask[..., end - first :]  # the rows' own: without a window every committed key is seen
         if window is not None:
-            depth = tree.depth
-            seen = ancestors & (depth[:, None] - depth[None, :] < window)
-            committed = (start + depth)[:, None] - np.arange(first, start)[None, :] < window
-        visible = torch.from_numpy(np.concatenate([committed, seen], axis=1)).to(device)
-        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, torch.finfo(dtype).min)
-        masks[kind] = mask[None, None]
+            committed = (start + depth)[:, None] - np.arange(first, end)[None, :] < window
+            seen = np.concatenate([committed, ancestors & (depth[:, None] - depth[None, :] < window)], axis=1)
+            columns = mask
+        masks[kind] = mask
+        columns.masked_fill_(torch.from_numpy(~seen).to(device, non_blocking=True), torch.finfo(dtype).min)
     return masks
 
 
@@ -236,10 +281,13 @@ class TargetState:
         tapped: collect the drafter's context features in every forward.
     """
 
+    eager = True  # was the last forward over a tree run by the target's modules?
+
     def __init__(self, pair: Pair, linear_state: str = "exact", tapped: bool = False):
         self.pair, self.linear_state, self.tapped = pair, linear_state, tapped
         self.cache = TargetCache(pair, flattened=linear_state == "flattened")
         self._features: Tensor | None = None
+        self._checked: str | None = None  # the attention backend whose calls were found legal
         attention = dict.fromkeys(zip(pair.layer_types, pair.windows, strict=True))
         self._kinds = [(kind, window) for kind, window in attention if kind != "linear_attention"]
         if len({kind for kind, _ in self._kinds}) != len(self._kinds):
@@ -275,13 +323,15 @@ class TargetState:
         if len(tree) == 1:  # a plain step, in the model's own arithmetic
             return self._forward(tree.tokens, positions)
         device, dtype = self.pair.device, self.pair.dtype
-        masks = tree_masks(tree, self.length, self._kinds, dtype, device)
+        dense_part = self._backend_takes_trees()
+        ancestors = tree.ancestors()
+        masks = tree_masks(tree, self.length, self._kinds, dtype, device, dense_part=dense_part, ancestors=ancestors)
         mask: Any = masks if len(self._kinds) > 1 else next(iter(masks.values()), None)
         keywords: dict[str, Any] = {"attention_mask": mask}
         linear = any(kind == "linear_attention" for kind in self.pair.layer_types)
         exact = linear and self.linear_state == "exact"
         if exact:
-            keywords[TREE_ROWS] = TreeRows(tree.parents, tree.ancestors())
+            keywords[TREE_ROWS] = TreeRows(tree.parents, ancestors)
         logits = self._forward(tree.tokens, positions, **keywords)
         if exact:
             self._check_linear_layers_saw_the_tree()
@@ -289,8 +339,22 @@ class TargetState:
 
     def commit(self, path: Sequence[int]) -> None:
         """Keep the rows of ``path`` (node indices, root first) of the tree that was just verified."""
-        rows = torch.as_tensor(list(path), dtype=torch.int64)
-        self.cache.commit(rows, len(rows))
+        self.cache.commit(path, len(path))
+
+    def _backend_takes_trees(self) -> bool:
+        """Does the attention backend that is set now want a mask's dense part? ValueError if it can take no tree."""
+        name = self.pair.attention
+        if name != self._checked:
+            check_attention(self.pair)
+            self._checked = name
+        return name in BACKENDS and BACKENDS[name].dense_part
+
+    def features_of(self, path: Sequence[int]) -> Tensor:
+        """Rows ``path`` of `tapped_features`, [len(path), taps * hidden]."""
+        return self.tapped_features[list(path)]
+
+    def expect(self, tokens: int) -> None:
+        """The text will grow to so many tokens."""
 
     def _check_linear_layers_saw_the_tree(self) -> None:
         for index, layer in enumerate(self.cache.layers):

@@ -1,11 +1,13 @@
 """How long a best-first tree takes on draft logits of a 27B target's size: ``python tests/bench_tree.py``.
 
 Prints, for peaky and flat drafts, median milliseconds of the top-k (on the GPU where there is one) and of
-what comes after it: ``ddlab.tree.grow``, and a plain heap over the same arrays.
+what comes after it: ``ddlab.tree.grow``, and a plain heap over the same arrays. ``--cuda`` instead holds the ways to
+read a vocabulary on the GPU to each other: the top-k of a draft, and what is read of a verify's logits.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import heapq
 import statistics
@@ -15,7 +17,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ddlab.tree import grow, top_tokens
+from ddlab.sampling import Sampling, two_best
+from ddlab.tree import grow, largest, top_tokens
 
 DEPTH, VOCAB = 15, 248_320
 DRAFTS = {"peaky": (3.5, 1.6), "flat": (1.6, 0.9)}
@@ -61,11 +64,18 @@ def medians(*calls: Callable[[], object]) -> list[float]:
     gc.disable()
     for _ in range(REPEATS):
         for call, taken in zip(calls, times, strict=True):
+            synchronize()
             start = time.perf_counter()
             call()
+            synchronize()
             taken.append(1000 * (time.perf_counter() - start))
     gc.enable()
     return [statistics.median(taken) for taken in times]
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def row(name: str, logits: torch.Tensor, budget: int) -> str:
@@ -76,7 +86,102 @@ def row(name: str, logits: torch.Tensor, budget: int) -> str:
     return f"{name:<18}{budget:>6}{depth:>7}{top:>9.2f}{ours:>9.3f}{heap:>9.3f}{heap / ours:>9.2f}"
 
 
+def table(calls: dict[str, Callable[[], object]]) -> None:
+    for _ in range(3):
+        for call in calls.values():
+            call()
+    for name, median in zip(calls, medians(*calls.values()), strict=True):
+        print(f"  {name:<58}{median:>9.3f}")
+
+
+def top_by_threshold(logits: torch.Tensor, n: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The n largest by a floor: the n-th largest maximum of blocks; what reaches it is found with one wait."""
+    floor = logits.unflatten(1, (-1, width)).amax(-1).topk(n, sorted=False).values.amin(-1, keepdim=True)
+    above = logits >= floor
+    most = int(above.sum(-1).max())
+    values, ids = torch.where(above, logits, -torch.inf).topk(most) if most < 2 * n else logits.topk(n)
+    return values[:, :n], ids[:, :n]
+
+
+def two_best_in_place(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two passes and few launches: the maxima are taken out of the scores, and put back."""
+    tokens = scores.argmax(-1, keepdim=True)
+    best = scores.gather(1, tokens)
+    second = scores.scatter_(1, tokens, -torch.inf).amax(-1)
+    scores.scatter_(1, tokens, best)
+    return tokens[:, 0], best[:, 0], second
+
+
+def read_plainly(scores: torch.Tensor, nodes: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """As it reads: a whole log-softmax, an argmax, a top-2, and a transfer of each."""
+    log_probs = torch.log_softmax(scores, dim=-1)
+    best, tokens = scores.topk(2).values, scores.argmax(-1)
+    log_prob = log_probs.gather(1, tokens[:, None])[:, 0]
+    parts = (tokens, log_prob, best[:, 0] - best[:, 1], log_probs[nodes, ids])
+    return torch.cat([part.float().cpu() for part in parts])
+
+
+def total(scores: torch.Tensor) -> torch.Tensor:
+    return (scores - scores.amax(-1, keepdim=True)).exp_().sum(-1).log()
+
+
+def on_cuda(device: str = "cuda") -> None:
+    print(f"{torch.cuda.get_device_name() if device == 'cuda' else device}, median ms of {REPEATS}")
+    for name, exponents in DRAFTS.items():
+        logits = draft_logits(*exponents).to(device)
+        for budget in (16, 64, 512):
+            n = budget + budget // 8 + 8
+            expected = logits.topk(n).values
+            print(f"\n{name} draft [{DEPTH}, {VOCAB}], budget {budget}: the {n} largest of each row")
+            widths = [w for w in (16, 32, 64, 128, 256) if n <= VOCAB // w]
+            for width in widths:
+                assert torch.equal(largest(logits, n, width)[0], expected)
+            assert torch.equal(top_by_threshold(logits, n, 32)[0], expected)
+            table(
+                {"torch.topk": lambda logits=logits, n=n: logits.topk(n)}
+                | {f"blocks of {w}": lambda logits=logits, n=n, w=w: largest(logits, n, w) for w in widths}
+                | {
+                    "floor of blocks of 32": lambda logits=logits, n=n: top_by_threshold(logits, n, 32),
+                    "ddlab: largest": lambda logits=logits, n=n: largest(logits, n),
+                    "ddlab: top_tokens, with the normaliser and the transfer": (
+                        lambda logits=logits, budget=budget: top_tokens(logits, budget)
+                    ),
+                    "ddlab: top_tokens and grow": (
+                        lambda logits=logits, budget=budget: grow(*top_tokens(logits, budget), budget)
+                    ),
+                }
+            )
+    noise = torch.Generator().manual_seed(0)
+    for rows in (1, 65, 257):
+        scores = torch.randn(rows, VOCAB, generator=noise).mul_(3).to(device)
+        nodes, ids = torch.arange(rows - 1), torch.randint(VOCAB, (rows - 1,), generator=noise)
+        asked, positions = (nodes.numpy(), ids.numpy()), np.arange(rows)
+        nodes, ids = nodes.to(device), ids.to(device)
+        print(f"\nlogits of a verify [{rows}, {VOCAB}]")
+        for mine, plain in zip(two_best(scores), two_best_in_place(scores), strict=True):
+            assert torch.equal(mine, plain)
+        table(
+            {
+                "argmax and topk(2)": lambda scores=scores: (scores.argmax(-1), scores.topk(2)),
+                "two_best by blocks": lambda scores=scores: two_best(scores),
+                "two_best in place": lambda scores=scores: two_best_in_place(scores),
+                "normaliser: log_softmax": lambda scores=scores: torch.log_softmax(scores, -1).amax(-1),
+                "normaliser: sub, exp_, sum": lambda scores=scores: total(scores),
+                "normaliser: logsumexp": lambda scores=scores: torch.logsumexp(scores, -1),
+                "all, plainly": lambda scores=scores, nodes=nodes, ids=ids: read_plainly(scores, nodes, ids),
+                "ddlab: Sampling.choose": lambda scores=scores, positions=positions, asked=asked: Sampling().choose(
+                    scores, positions, lambda node: [], asked
+                ),
+            }
+        )
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuda", action="store_true", help="compare ways on the GPU")
+    if parser.parse_args().cuda:
+        on_cuda()
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"draft logits [{DEPTH}, {VOCAB}], median ms of {REPEATS}, top-k on {device}")
     print(f"{'draft':<18}{'budget':>6}{'depth':>7}{'top-k':>9}{'grow':>9}{'heap':>9}{'ratio':>9}")

@@ -2,13 +2,11 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -24,53 +22,10 @@ from ddlab.trace import Trace
 from ddlab.tree import DraftTree
 from ddlab.views import tree
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH: apt-get install chromium")
-
 sync_api = pytest.importorskip("playwright.sync_api", reason="the browser tests need playwright")
 
 
 # ---- what is looked at -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Seen:
-    """A page with everything it asked of the network and everything it complained of."""
-
-    def __init__(self, browser, **context):
-        self.context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True, **context)
-        self.page = self.context.new_page()
-        self.requests, self.complaints = [], []
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("console", lambda message: self.complaints.append(message.text))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-
-    def open(self, path):
-        self.page.goto(Path(path).as_uri())
-        return self.page
-
-
-@pytest.fixture
-def look(browser):
-    opened = []
-
-    def look(path, **context):
-        seen = Seen(browser, **context)
-        opened.append(seen)
-        seen.open(path)
-        return seen
-
-    yield look
-    for seen in opened:
-        assert seen.complaints == []
-        seen.context.close()
 
 
 @pytest.fixture(scope="session")

@@ -179,7 +179,7 @@ def test_an_interrupt_is_a_line_and_keeps_finished_rounds(capsys, tmp_path, monk
 # ---- help --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["decode", "report"])
+@pytest.mark.parametrize("command", ["decode", "report", "sweep"])
 def test_help_has_an_example_that_can_be_run(capsys, command):
     status, out, _ = run(capsys, command, "--help")
     (example,) = re.findall(r"^  (ddlab .*)$", out, re.MULTILINE)

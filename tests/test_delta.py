@@ -12,7 +12,7 @@ from strategies import parent_lists
 from torch import nn
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 
-from ddlab.delta import TreeRows, delta_rule_by_node, teach_tree_rows, tree_causal_conv, tree_delta_rule
+from ddlab.delta import TreeRows, delta_rule_by_node, states_after, teach_tree_rows, tree_causal_conv, tree_delta_rule
 
 
 def rows_of(parents: list[int]) -> TreeRows:
@@ -50,6 +50,18 @@ def test_tree_form_equals_one_recurrence_step_per_node(parents: list[int], seed:
     for node in range(len(parents)):
         after = writes.state_after(torch.tensor(path_to(parents, node)))
         assert torch.allclose(after[0], states[node], rtol=0, atol=1e-10)
+
+
+@given(parent_lists(), st.integers(1, 4), st.integers(0, 2**16))
+def test_states_of_several_layers_at_once_are_those_of_each(parents: list[int], layers: int, seed: int) -> None:
+    rows, path = rows_of(parents), torch.tensor(path_to(parents, len(parents) - 1))
+    given_inputs = [inputs(len(parents), seed + layer) for layer in range(layers)]
+    before = [x["initial_state"].clone() for x in given_inputs]
+    together = states_after([tree_delta_rule(**x, rows=rows)[1] for x in given_inputs], path)
+    for x, kept, state in zip(given_inputs, before, together, strict=True):
+        _, states = delta_rule_by_node(**x, rows=rows)
+        assert state.shape == kept.shape and torch.allclose(state[0], states[len(parents) - 1], rtol=0, atol=1e-10)
+        assert torch.equal(x["initial_state"], kept)  # a snapshot
 
 
 @pytest.mark.parametrize("n", [1, 2, 65, 130])

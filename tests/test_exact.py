@@ -8,6 +8,7 @@ import models
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import parent_lists, scripted, tree_of
@@ -236,3 +237,20 @@ def test_flattened_states_are_found_out_by_the_audit_and_exact_ones_are_not(temp
     assert verdicts["exact"].nodes == verdicts["exact"].nodes_total
     assert not verdicts["flattened"].ok and verdicts["flattened"].divergences
     assert "on purpose" in verdicts["flattened"].to_text()
+
+
+def test_a_deep_model_in_half_precision_is_judged_by_its_own_rounding() -> None:
+    sizes = models.target_config("hybrid").to_dict() | {"num_hidden_layers": 32, "layer_types": None}
+    torch.manual_seed(0)
+    target = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**sizes)).eval()
+    models.randomize(target)
+    pair = Pair(target.to(torch.bfloat16))
+    text = plain_text(pair, [2, 7, 1, 8], 24, Sampling())
+    verdicts = {}
+    for state in ("exact", "flattened"):
+        decoder = Decoder(pair, "ddtree", budget=16, max_new_tokens=16, stop_token_ids=(), linear_state=state)
+        decoder.register_hook("draft", scripted(text, 6, models.VOCAB, "mixed", seed=5))
+        list(decoder.run(text[:4]))
+        verdicts[state] = audit(pair, decoder.trace)
+    assert verdicts["exact"].ok and not verdicts["flattened"].ok
+    assert any("the target itself differs" in note for note in verdicts["exact"].notes)

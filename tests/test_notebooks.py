@@ -38,9 +38,18 @@ class Page(HTMLParser):
 
 
 def test_there_is_a_notebook_for_each_question() -> None:
-    questions = ["first_rounds", "walking_one_tree", "was_it_the_drafter", "acceptance"]
-    questions += ["a_round_edited_by_hand", "your_own_pair"]
-    assert [path.stem for path in NOTEBOOKS] == [f"{i:02}_{name}" for i, name in enumerate(questions, start=1)]
+    questions = {
+        1: "first_rounds",
+        2: "walking_one_tree",
+        3: "was_it_the_drafter",
+        4: "acceptance",
+        5: "a_round_edited_by_hand",
+        6: "your_own_pair",
+        7: "which_budget",
+        8: "sdpa_or_flash",
+        9: "qwen36_27b_from_start_to_finish",
+    }
+    assert [path.stem for path in NOTEBOOKS] == [f"{number:02}_{name}" for number, name in sorted(questions.items())]
 
 
 @each_notebook

@@ -24,7 +24,7 @@ def test_every_promised_name_is_there(name: str) -> None:
     assert callable(getattr(ddlab, name)) and name in dir(ddlab)
 
 
-@pytest.mark.parametrize("name", ["audit", "replay", "report"])
+@pytest.mark.parametrize("name", ["audit", "compare", "doctor", "replay", "report", "sweep"])
 def test_a_function_stays_one_when_its_module_is_imported_first(name: str) -> None:
     code = f"import ddlab.{name}; from ddlab.{name} import {name} as own; print(ddlab.{name} is own)"
     assert in_a_new_process(code) == "True"

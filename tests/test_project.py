@@ -146,13 +146,13 @@ def test_the_figures_in_the_readmes_are_those_of_the_embedded_weights() -> None:
     data = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 
     def row(kind: str) -> str:
-        values = [figures[kind][method] for method in ("chain", "tree16", "tree64")]
-        tau = "{tau_mean_of_prompts:.2f} [{ci95[0]:.2f}, {ci95[1]:.2f}] ({rounds})"
+        values = [figures[kind][method] for method in ("chain", "tree 16", "tree 64")]
+        tau = "{tau:.2f} [{interval[0]:.2f}, {interval[1]:.2f}] ({rounds})"
         return " | ".join(tau.format(**v) for v in values)
 
     assert row("all") in README
     for kind in figures:
-        assert f"| {kind} | {figures[kind]['chain']['prompts']} | {row(kind)} |" in data
+        assert f"| {kind} | {figures[kind]['prompts']} | {row(kind)} |" in data
 
 
 # -- notebooks and README ------------------------------------------------------------------------------------

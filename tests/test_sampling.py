@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import parent_lists, tree_of
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from ddlab.sampling import Sampling, gumbel_noise, walk
+from ddlab.sampling import Sampling, _read_from_device, _read_on_host, gumbel_noise, walk
 from ddlab.tree import DraftTree
 
 
@@ -132,3 +132,47 @@ def test_the_right_sampling_rule_keeps_the_distribution_and_the_greedy_draft_its
     tree = DraftTree.from_parents([9, 0], [-1, 0])
     accepted = np.mean([len(walk(tree, np.array([t, 1]), set(), 9).path) - 1 for t in tokens])
     assert accepted == pytest.approx(0.5, abs=0.015)
+
+
+# ---- how the scores are read -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**16), st.sampled_from([0.5, 4.0, 1000.0]))
+def test_host_and_device_read_the_same_and_what_the_definitions_say(n: int, vocab: int, seed: int, grid: float) -> None:
+    """The device's way works on any device; a coarse grid makes ties, also of the best and across blocks."""
+    noise = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(n, vocab, generator=noise) * grid).round() / grid
+    scores[torch.rand(n, vocab, generator=noise) < 0.2] = -torch.inf
+    scores[:, 0] = 0.0
+    rng = np.random.default_rng(seed)
+    nodes = np.concatenate([np.arange(n), rng.integers(0, n, 6)])
+    ids = rng.integers(0, vocab, 6)
+    before = scores.clone()
+    own = _read_on_host(scores, scores, nodes, ids)
+    for one, other in zip(own, _read_from_device(scores, scores, nodes, ids), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+    assert torch.equal(scores, before)
+    tokens, best, second, peak, total, picked = own
+    assert tokens.tolist() == scores.argmax(-1).tolist()
+    ordered = torch.cat([scores, torch.full((n, 1), -torch.inf)], 1).sort(-1, descending=True).values
+    assert best.tolist() == peak.tolist() == ordered[:, 0].tolist() and second.tolist() == ordered[:, 1].tolist()
+    log_probs = torch.log_softmax(scores.double(), -1).numpy()
+    at = np.concatenate([tokens, ids])
+    np.testing.assert_allclose(picked - peak[nodes] - total[nodes], log_probs[nodes, at], rtol=1e-5, atol=1e-5)
+
+
+def test_likelihoods_that_are_asked_for_are_those_of_the_tempered_distribution() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    nodes, ids = np.array([0, 2, 2, 1]), np.array([4, 4, 0, 49])
+    for temperature in (0.0, 0.7):
+        choice = Sampling(temperature).choose(logits, np.arange(3), no_history, asked=(nodes, ids))
+        log_probs = torch.log_softmax(logits / (temperature or 1.0), -1)
+        assert torch.allclose(choice.asked, log_probs[nodes, ids], atol=1e-6)
+        assert torch.allclose(choice.log_prob, log_probs.gather(1, choice.tokens[:, None])[:, 0], atol=1e-6)
+
+
+def test_half_precision_scores_choose_what_they_say() -> None:
+    logits = torch.zeros(2, 9, dtype=torch.bfloat16)
+    logits[1, 8] = 3
+    choice = Sampling().choose(logits, np.arange(2), no_history)
+    assert choice.tokens.tolist() == [0, 8] and choice.margin.tolist() == [0.0, 3.0]

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import parent_lists, tree_of
 
-from ddlab.tree import DraftTree, grow, top_tokens
+from ddlab.tree import DraftTree, _numpy_largest, grow, largest, top_tokens
 
 INF = float("inf")
 KINDS = {  # what a drafter's logits come as, and how well their float64 log-softmax is met
@@ -566,3 +566,25 @@ def test_trees_from_arrays_need_neither_torch_nor_graphviz():
         "assert DraftTree.best_first(np.zeros((3, 4)), 8).drafted == 8"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(st.integers(1, 40), st.sampled_from([0, 32, 64, 128, None]), st.integers(0, 2**16), st.sampled_from([1.0, 1e6]))
+def test_the_largest_are_those_of_topk_whatever_the_blocks(n, width, seed, grid):
+    """A coarse grid makes ties, also at the cut and across blocks; equals of the last may be any of them."""
+    logits = (torch.randn(3, 6144, generator=torch.Generator().manual_seed(seed)) * grid).round() / grid
+    logits[1, : 6144 - n] = -torch.inf
+    expected = logits.topk(n).values
+    for values, ids in (largest(logits, n, width), map(torch.from_numpy, _numpy_largest(logits.numpy(), n))):
+        assert torch.equal(values, expected) and torch.equal(logits.gather(1, ids), expected)
+        assert all(len(set(row)) == n for row in ids.tolist())
+
+
+@pytest.mark.parametrize("budget", [1, 8, 40, 200])
+def test_a_chain_of_one_candidate_a_depth_is_cut_by_the_budget(budget):
+    logits = torch.randn(12, 30, generator=torch.Generator().manual_seed(0))
+    tree = grow(*top_tokens(logits, 1), budget, root_token=4)
+    n = min(12, budget)
+    assert tree.tokens.tolist() == [4, *logits.argmax(-1)[:n].tolist()] and tree.parents.tolist() == [*range(-1, n)]
+    assert tree.depth.tolist() == [*range(n + 1)] and tree.rank.tolist() == [-1, *[0] * n]
+    log_probs = torch.log_softmax(logits.double(), -1).amax(-1)
+    assert np.allclose(tree.log_prob[1:], log_probs.cumsum(0)[:n], atol=1e-6)

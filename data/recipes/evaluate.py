@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import read_prompts
+from loops import RATIO, zlib_ratio
 
 from ddlab.decode import Decoder
 from ddlab.pair import Pair, load_pair
 from ddlab.tree import DraftTree
 
-LOOPS = 0.35  # a text that zlib packs below this share of its bytes repeats itself
 RESAMPLED = 4000  # bootstrap samples
 
 
@@ -46,8 +45,7 @@ class Text:
 
     @property
     def loops(self) -> bool:
-        raw = self.text.encode()
-        return len(zlib.compress(raw)) < LOOPS * len(raw)
+        return zlib_ratio(self.text) < RATIO
 
 
 @torch.inference_mode()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddlab import tokens
 from ddlab.step import Step
+from ddlab.tokens import Token
 from ddlab.trace import Trace
 from ddlab.views.pieces import pieces, readable
 
@@ -21,7 +22,7 @@ def run_data(trace: Trace, rounds: Sequence[int] | None = None) -> dict[str, Any
     label with ␣ as a space. Every other token is a place in this list. `rounds`: one dict each, arrays by node.
     `text`: [kind, round or -1, token, text or None where only a label can show it].
     """
-    table = _Table(trace)
+    table = TokenTable(trace.token_text)
     steps = trace.steps if rounds is None else [trace.steps[number] for number in rounds]
     shown = pieces(trace) if rounds is None else []
     return {
@@ -41,11 +42,11 @@ def run_data(trace: Trace, rounds: Sequence[int] | None = None) -> dict[str, Any
     }
 
 
-class _Table:
+class TokenTable:
     """Places of token ids, handed out as they are met."""
 
-    def __init__(self, trace: Trace):
-        self._text = trace.token_text
+    def __init__(self, known: Mapping[int, Token]):
+        self._text = known
         self._places: dict[int, int] = {}
         self.rows: list[list[Any]] = []
 
@@ -64,7 +65,7 @@ class _Table:
         return [self[int(token)] for token in ids]
 
 
-def _round(step: Step, table: _Table) -> dict[str, Any]:
+def _round(step: Step, table: TokenTable) -> dict[str, Any]:
     tree = step.tree
     return {
         "index": step.index,

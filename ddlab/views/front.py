@@ -16,7 +16,8 @@ from typing import Any
 from ddlab.tracefile import plain
 
 FOLDER = Path(__file__).with_name("front")
-MODULES = ("dom", "round", "tree", "mask", "text", "inspector")  # what imports comes after what it imports
+# what imports comes after what it imports
+MODULES = ("dom", "round", "tree", "mask", "text", "inspector", "drafts", "cost", "replay", "layers")
 STYLE = FOLDER.joinpath("inspector.css").read_text("utf-8")
 
 
@@ -45,3 +46,13 @@ def data(name: str, value: Any) -> str:
 def inspector(name: str, panels: tuple[str, ...], round: int = 0) -> str:
     """Where the script puts an inspector of the run in the data element `name`."""
     return f'<div data-run="{name}" data-panels="{" ".join(panels)}" data-round="{round}"></div>'
+
+
+def replay(name: str) -> str:
+    """Where the script puts the replay whose data are in the element `name`."""
+    return f'<div data-replay="{name}"></div>'
+
+
+def layers(name: str) -> str:
+    """Where the script puts the comparison by layers whose data are in the element `name`."""
+    return f'<div data-layers="{name}"></div>'

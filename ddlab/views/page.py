@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ class View:
     """One view, rendered twice, and a third time where a script may run.
 
     `html` is a fragment for a page with `STYLE`, `height` its likely pixels. With `run` (made by `data.run_data`) a
-    page shows `panels` of an inspector instead, and `html` where scripts are off.
+    page shows `panels` of an inspector instead, with `replay` (by `replayed.replay_data`) a replay, and `html` where
+    scripts are off.
     """
 
     title: str
@@ -34,6 +35,8 @@ class View:
     run: dict[str, Any] | None = None
     panels: tuple[str, ...] = ("text", "tree", "mask")
     round: int = 0  # that the inspector begins with: a place in the run's rounds
+    replay: dict[str, Any] | None = None
+    layers: dict[str, Any] | None = None  # of a comparison: a page with a script shows its panel
 
     def __str__(self) -> str:
         return self.text
@@ -41,13 +44,22 @@ class View:
     def __repr__(self) -> str:
         return f"View({self.title!r})"
 
+    def fragment(self, name: str = "run") -> str:
+        """Inside a page with a script; its data are in an element called `name`."""
+        if self.layers is not None:
+            shown, given = front.layers(name), self.layers
+        elif self.replay is not None:
+            shown, given = front.replay(name), self.replay
+        elif self.run is not None:
+            shown, given = front.inspector(name, self.panels, self.round), self.run
+        else:
+            return self.html
+        return f"{shown}<noscript>{self.html}</noscript>{front.data(name, given)}"
+
     def document(self) -> str:
         """A page of its own, without a reference to anything outside it."""
-        if self.run is None:
-            return document(self.title, f'<main class="cell">{self.html}</main>')
-        shown = front.inspector("run", self.panels, self.round)
-        body = f"{shown}<noscript>{self.html}</noscript>{front.data('run', self.run)}"
-        return document(self.title, f'<main class="cell">{body}</main>', script=True)
+        script = any(given is not None for given in (self.run, self.replay, self.layers))
+        return document(self.title, f'<main class="cell">{self.fragment()}</main>', script=script)
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         # a document inside an iframe is the form that JupyterLab, VS Code and an exported page all show
@@ -89,6 +101,13 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], name: str = "") ->
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     content = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll"><table class="{name}">{content}</table></div>'
+
+
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same as lines of text."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows))
+    return "\n".join(line.rstrip() for line in padded)
 
 
 def svg(width: float, height: float, name: str, body: str) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from ddlab.step import Step
 from ddlab.trace import ENOUGH_ROUNDS
@@ -132,7 +133,7 @@ TABLES: tuple[tuple[str, Callable[[Sequence[Step]], list[Rate]], str], ...] = (
 ROUNDS_OF_ONE_TEXT = "Whiskers: Wilson intervals, 95 %. Rounds of one text resemble each other, so they are optimistic."
 
 
-def few(steps: Sequence[Step]) -> str:
+def few(steps: Sequence[Any]) -> str:
     """Why the figures are greyed, or nothing."""
     return f" Only {len(steps)} rounds, fewer than {ENOUGH_ROUNDS}: greyed." if len(steps) < ENOUGH_ROUNDS else ""
 
@@ -153,12 +154,12 @@ def figures(steps: Sequence[Step]) -> str:
         rates = count(steps)
         if rates:
             style = "few" if few(steps) else ""
-            picture = _calibration(rates, style) if count is calibration else _bars(title, rates, style)
+            picture = _calibration(rates, style) if count is calibration else bars(title, rates, style)
             shown.append(figure(picture, f"<b>{title}</b>. {said}{few(steps)}", style))
     return f'<div class="rates">{"".join(shown)}</div><p class="soft">{ROUNDS_OF_ONE_TEXT}</p>' if shown else ""
 
 
-def _bars(title: str, rates: Sequence[Rate], style: str) -> str:
+def bars(title: str, rates: Sequence[Rate], style: str) -> str:
     left = 12 + 7 * max(len(rate.name) for rate in rates)
     fill, body = "var(--soft)" if style else "var(--accepted)", []
     for place, rate in enumerate(rates):

@@ -11,12 +11,14 @@ let made = 0;
 export class Inspector {
     /**
      * root: an empty element. run: what data.py makes of a trace. options: `round` to begin with, `panels` to show
-     * ("tree", "mask", "text"), `live` ({ acts(store), controls(store), changed(store) }) where a kernel listens.
+     * ("tree", "mask", "text"), `live` ({ acts(store), controls(store), changed(store) }) where a kernel listens,
+     * `whole` where trees are always shown whole, because another budget means other rounds.
      */
-    constructor(root, run, { round = 0, panels = ["text", "tree", "mask"], live = null } = {}) {
+    constructor(root, run, { round = 0, panels = ["text", "tree", "mask"], live = null, whole = false } = {}) {
         this.prefix = `ddlab${++made}`;
         this.run = run;
         this.live = live;
+        this.whole = whole;
         this.rounds = []; // Round objects, made when they are first shown
         this.focused = 0;
         this.hovered = null;
@@ -72,7 +74,7 @@ export class Inspector {
     }
 
     bar(panels) {
-        const one = this.run.rounds.length < 2 && !this.live;
+        const one = this.run.rounds.length < 2 && !this.live && !this.whole;
         this.previous = button("‹", "previous round", () => this.go(this.number - 1));
         this.next = button("›", "next round", () => this.go(this.number + 1));
         this.play = button("▶", "play the rounds", () => this.toggle());
@@ -93,7 +95,7 @@ export class Inspector {
             { class: "bar" },
             ...controls,
             one ? null : rounds,
-            budget,
+            this.whole ? null : budget,
             panels.includes("tree") ? find : null,
         );
     }

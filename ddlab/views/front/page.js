@@ -1,6 +1,8 @@
-// A page: every element that asks for an inspector gets one, with the data that stands beside it.
+// A page: every element that asks for an inspector, a replay or a comparison gets one, with the data that stands beside it.
 
 import { Inspector } from "./inspector.js";
+import { LayersPanel } from "./layers.js";
+import { ReplayPanel } from "./replay.js";
 
 export function openPage(page) {
     for (const root of page.querySelectorAll("[data-run]")) {
@@ -15,6 +17,10 @@ export function openPage(page) {
             });
         }
     }
+    for (const root of page.querySelectorAll("[data-replay]"))
+        new ReplayPanel(root, JSON.parse(page.getElementById(root.dataset.replay).textContent));
+    for (const root of page.querySelectorAll("[data-layers]"))
+        new LayersPanel(root, JSON.parse(page.getElementById(root.dataset.layers).textContent));
     globalThis.addEventListener("beforeprint", () => {
         for (const rounds of page.querySelectorAll("details.rounds")) rounds.open = true;
     });

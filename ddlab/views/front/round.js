@@ -100,6 +100,7 @@ export class Round {
     /** Why the target's choice after `node` is not among its children, as far as the draft can tell; "" if it is. */
     near(node, budget = this.size - 1) {
         if (this.children(node, budget).some((child) => this.tokens[child] === this.choice[node])) return "";
+        if (this.choice[node] < 0) return ""; // not known
         const below = this.depth[node]; // row of the draft that proposes the node's children
         if (!this.best.length) return "";
         if (below >= this.best.length) return `the draft ended at depth ${this.best.length}`;

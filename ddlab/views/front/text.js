@@ -157,7 +157,8 @@ export function details(store, acts = []) {
             rows.push(["target probability", `${percent(round.node_log_prob[node])} after its parent`]);
         }
         const sure = `(${percent(round.choice_log_prob[node])}), margin ${fixed(round.margin[node])}`;
-        const choice = `${round.label(round.choice[node])} ${sure}`;
+        const known = round.choice[node] >= 0; // a replayed round knows it along the text only
+        const choice = known ? `${round.label(round.choice[node])} ${sure}` : "not known: off the text";
         rows.push(["target's choice here", choice]);
         const near = round.near(node, budget);
         if (near) rows.push(["that choice", near]);

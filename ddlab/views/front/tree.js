@@ -118,6 +118,7 @@ export class TreePanel {
         else if (
             node !== OWN &&
             node !== walk.path.at(-1) &&
+            round.choice[node] >= 0 &&
             !open.some((c) => round.tokens[c] === round.choice[node])
         ) {
             const choice = svg("text", { x: 7, y: open.length ? 10 : 9, class: "choice" });

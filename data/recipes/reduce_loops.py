@@ -1,0 +1,129 @@
+"""Train a target on its own greedy answers so that fewer of them loop: unlikelihood of repeated n-grams.
+
+    python reduce_loops.py --target FOLDER --data FOLDER --out FOLDER --seconds 60
+
+Sequence-level unlikelihood (Welleck et al., 2020): the target answers questions of the corpus at T = 0; in answers that
+loop (`loops.loops`) the tokens of a repeated 8-gram get -log(1 - p), while batches of the corpus keep their likelihood.
+Every round has questions and answers of its own. A run is short, and begins from --target each time.
+
+In the folder that is written: a target as train_target.py writes it, and loops.json: what became of the held-out bits
+per byte, and of the share of looping answers round by round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from corpus import Corpus
+from decoders import StaticDecoder
+from fast_hybrid import fast_forms, fuse_norms
+from loops import loops, repeated_tokens
+from sample_answers import distinct
+from sampler import Job, Sampler
+from target_training import Trainer, optimizers, rates_of, save_target, step
+from text_batches import STRIDE, HeldOut, TextBatches
+
+
+def marked(answers: list[np.ndarray], begins: list[int], tokenizer: Any) -> tuple[list[int], list[np.ndarray]]:
+    """Which answers loop, and which tokens [prompt + answer] of these are repeated."""
+    texts = tokenizer.batch_decode([ids[b:] for ids, b in zip(answers, begins, strict=True)], skip_special_tokens=True)
+    looping = [i for i, text in enumerate(texts) if loops(text, answers[i][begins[i] :])]
+    tokens = []
+    for i in looping:
+        tokens.append(np.zeros(len(answers[i]), dtype=bool))
+        tokens[-1][begins[i] :] = repeated_tokens(answers[i][begins[i] :])
+    return looping, tokens
+
+
+def padded(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """[b, t], t a multiple of 64, padded on the right with 0."""
+    width = -(-max(map(len, rows)) // STRIDE) * STRIDE
+    return torch.from_numpy(np.stack([np.pad(row, (0, width - len(row))) for row in rows])).to(device)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--answers", type=int, default=2048, help="greedy answers of a round")
+    parser.add_argument("--new-tokens", type=int, default=192)
+    parser.add_argument("--steps", type=int, default=12, help="training steps of a round")
+    parser.add_argument("--tokens", type=int, default=32768, help="ids of a batch of the corpus, and of answers")
+    parser.add_argument("--weight", type=float, default=1.0, help="of the unlikelihood against the likelihood")
+    parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--seed", type=int, default=0)
+    args, started = parser.parse_args(argv), time.time()
+    from transformers import AutoTokenizer, Qwen3_5ForCausalLM
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(args.seed)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    model = Qwen3_5ForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(device).train()
+    if device.type == "cuda":
+        fuse_norms(model)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    corpus = Corpus.load(args.data / "train.npz")
+    batches = TextBatches(corpus, device, args.seed + 1, args.tokens)
+    held_out = HeldOut.read(args.data / "held_out.npz", tokenizer)
+    longest = int(np.quantile(corpus.plen, 0.98))
+    asked = [corpus.sequence(row)[: corpus.plen[row]].tolist() for row in distinct(corpus, longest)]
+    trainer, optimizer = Trainer(model), optimizers(model, args.rate)
+    rates = rates_of(optimizer)
+    sampler = Sampler(StaticDecoder(model, args.answers, longest + args.new_tokens), tokenizer.eos_token_id)
+    report: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "rounds": []}
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    rng, begun = np.random.default_rng(args.seed), time.time()
+    with fast_forms(model):
+        report["before"] = held_out.bits_per_byte(trainer.losses, device)
+        for turn in range(args.rounds):
+            spent = time.time() - begun
+            if spent > args.seconds:
+                break
+            chosen = rng.choice(len(asked), min(args.answers, len(asked)), replace=False)
+            answers = list(sampler.run([Job(asked[i], args.new_tokens) for i in chosen]).items())
+            begins = [len(asked[chosen[i]]) for i, _ in answers]
+            looping, tokens = marked([ids for _, ids in answers], begins, tokenizer)
+            values = []
+            for i in range(args.steps):
+                at = turn * args.steps + i
+                some = rng.permutation(len(looping))[: max(1, args.tokens // sampler.decoder.length)]
+                loss = trainer.likelihood(*batches.draw(at))
+                loss.backward()
+                values.append([loss.item(), 0.0])
+                if len(some):
+                    ids = padded([answers[looping[j]][1].astype(np.int64) for j in some], device)
+                    away = args.weight * trainer.unlikelihood(ids, padded([tokens[j] for j in some], device))
+                    away.backward()
+                    values[-1][1] = away.item()
+                done = max((at + 1) / (args.rounds * args.steps), (time.time() - begun) / args.seconds)
+                step(model, optimizer, rates, min(1.0, (at + 1) / 20) * max(0.05, 1 - done))
+            likely, unlikely = np.mean(values, axis=0)
+            report["rounds"].append(
+                {
+                    "answers": len(answers),
+                    "looping": len(looping),
+                    "loss": round(float(likely), 4),
+                    "unlikelihood": round(float(unlikely), 4),
+                }
+            )
+            print(f"round {turn} {time.time() - begun:.0f} s", json.dumps(report["rounds"][-1]), flush=True)
+        saved = save_target(model, tokenizer, args.out)
+        report["after"] = held_out.bits_per_byte(Trainer(saved).losses, device)
+    (args.out / "loops.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("held out before", json.dumps(report["before"]), "after", json.dumps(report["after"]))
+    print(f"{time.time() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
