@@ -103,9 +103,9 @@ def check(
 ) -> Check:
     """Predict tokens per second at some budgets and measure them, in one run on this machine.
 
-    Every prompt is decoded ``repeats`` times at every budget. In between as many rounds of the cost model's are
-    timed, so that whatever else runs on the machine slows both down; both count with the mean of their repeats. The prediction
-    rests on one recording a prompt (of the largest budget), replayed.
+    Every prompt is decoded ``repeats`` times at every budget. In between as many rounds of the cost model's are timed,
+    so that whatever else runs on the machine slows both down; both count with the mean of their repeats. The
+    prediction rests on one recording a prompt (of the largest budget), replayed.
 
     Raises:
         ValueError: no drafter, no prompt, no budget, or a prompt that does not fit.

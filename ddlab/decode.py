@@ -287,7 +287,7 @@ class Decoder:
             text.target.commit(kept)
             if text.drafts is not None:
                 self._engine.ingest(text.drafts, text.target.features_of(kept))
-        with self._undone_on_error(text):
+        try:
             step = round_record(
                 text.place.rounds,
                 text.place.tokens - 1,
@@ -301,6 +301,9 @@ class Decoder:
             )
             text.append(step, self.pair.tokenizer)
             self._round = None
+        except BaseException:
+            self._undo(text)
+            raise
         self._hooks.run("commit", self, step, lambda changed: step)  # read only: what it returns is dropped
         return step
 
@@ -414,14 +417,10 @@ class Decoder:
         self._round = None
         self._started().settle()
 
-    @contextmanager
-    def _undone_on_error(self, text: Text) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._round = None
-            text.settle()
-            raise
+    def _undo(self, text: Text) -> None:
+        """Whatever goes wrong, also an interrupt: the text stands at its last committed round."""
+        self._round = None
+        text.settle()
 
     def _wait(self) -> None:
         for device in self._gpus:
@@ -441,11 +440,14 @@ class Decoder:
             name = "build" if expected == "tree" else expected
             raise RuntimeError(f"the next phase of this round is {name}(); step() runs a whole round")
         self._round = now
-        with self._undone_on_error(text):
+        try:
             hooks, started = self._hooks.seconds, time.perf_counter()
             yield now, text
             self._wait()  # kernels run late: their time belongs to this phase
             now.times[phase] = time.perf_counter() - started - (self._hooks.seconds - hooks)
+        except BaseException:
+            self._undo(text)
+            raise
 
 
 def generate(pair: Pair, prompt: Any, *, template_args: dict[str, Any] | None = None, **settings: Any) -> Trace:

@@ -319,10 +319,14 @@ class FeatureTap:
 
         return hook
 
-    def features(self) -> torch.Tensor:
-        """[rows, taps * hidden] of the last forward, in the order the layers were listed."""
+    def outputs(self) -> list[torch.Tensor]:
+        """Of the last forward, [rows, hidden] each, in the order the layers were listed."""
         lost = [i for slot, i in enumerate(self._ids) if slot not in self._seen]
         if lost:
             raise RuntimeError(f"no forward of the target went through layers {lost} while they were tapped")
         device = self._seen[0].device
-        return torch.cat([self._seen[slot].to(device) for slot in range(len(self._ids))], dim=-1)
+        return [self._seen[slot].to(device) for slot in range(len(self._ids))]
+
+    def features(self) -> torch.Tensor:
+        """`outputs` side by side: [rows, taps * hidden]."""
+        return torch.cat(self.outputs(), dim=-1)

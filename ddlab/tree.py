@@ -374,12 +374,16 @@ def _numpy_largest(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     depth, vocab = logits.shape
     blocks = vocab // 32
     if vocab % 32 or blocks < 2 * n:
-        found: Any = np.argpartition(logits, vocab - n)[:, vocab - n :]
-    else:
-        floors = np.partition(logits.reshape(depth, 32, blocks).max(1), blocks - n)[:, blocks - n]
-        found = [np.flatnonzero(~(row < floor)) for row, floor in zip(logits, floors, strict=True)]  # NaN is found too
-    ids = np.stack([few[np.argsort(-row[few])[:n]] for row, few in zip(logits, found, strict=True)])
-    return np.take_along_axis(logits, ids, 1), ids
+        ids = np.argpartition(logits, vocab - n)[:, vocab - n :]
+        values = np.take_along_axis(logits, ids, 1)
+        order = np.argsort(-values)
+        return np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
+    floors = np.partition(logits.reshape(depth, 32, blocks).max(1), blocks - n)[:, blocks - n]
+    found = np.flatnonzero(~(logits < floors[:, None]))  # NaN is found too
+    rows, values = found // vocab, logits.reshape(-1)[found]
+    order = np.lexsort((-values, rows))
+    best = order[np.searchsorted(rows, np.arange(depth))[:, None] + np.arange(n)]  # [depth, n]
+    return values[best], found[best] % vocab
 
 
 def _checked_budget(budget: int) -> int:

@@ -286,7 +286,7 @@ class TargetState:
     def __init__(self, pair: Pair, linear_state: str = "exact", tapped: bool = False):
         self.pair, self.linear_state, self.tapped = pair, linear_state, tapped
         self.cache = TargetCache(pair, flattened=linear_state == "flattened")
-        self._features: Tensor | None = None
+        self._features: list[Tensor] | None = None  # by tap, [rows, hidden]
         self._checked: str | None = None  # the attention backend whose calls were found legal
         attention = dict.fromkeys(zip(pair.layer_types, pair.windows, strict=True))
         self._kinds = [(kind, window) for kind, window in attention if kind != "linear_attention"]
@@ -308,7 +308,7 @@ class TargetState:
         """The drafter's context features of the last forward, [rows, taps * hidden]."""
         if self._features is None:
             raise RuntimeError("no features: this state was made without tapped=True, or nothing has run")
-        return self._features
+        return torch.cat(self._features, dim=-1)
 
     def prefill(self, ids: Sequence[int]) -> Tensor:
         """Run tokens that are text already and commit them. Returns the last token's logits [vocab]."""
@@ -351,7 +351,10 @@ class TargetState:
 
     def features_of(self, path: Sequence[int]) -> Tensor:
         """Rows ``path`` of `tapped_features`, [len(path), taps * hidden]."""
-        return self.tapped_features[list(path)]
+        if self._features is None:
+            return self.tapped_features[list(path)]
+        rows = torch.tensor(list(path)).to(self._features[0].device, non_blocking=True)
+        return torch.cat([some.index_select(0, rows) for some in self._features], dim=-1)
 
     def expect(self, tokens: int) -> None:
         """The text will grow to so many tokens."""
@@ -378,9 +381,9 @@ class TargetState:
                 use_cache=True,
                 **keywords,
             )
-        self._features = None if tapped is None else tapped.features()
-        logits = out.logits[0]  # [n, vocab]
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+        self._features = None if tapped is None else tapped.outputs()
+        logits: Tensor = out.logits[0]  # [n, vocab]
+        return logits if logits.dtype == torch.float64 else logits.float()
 
     def snapshot(self) -> Committed:
         return self.cache.committed

@@ -1,8 +1,9 @@
 """What ddlab itself takes of a round, on the embedded pair and one thread: ``python tests/bench_host.py``.
 
-First, by method: milliseconds of a round, and of them those outside of the models' forwards (target, drafter with its
-head, and the context that the drafter reads), in wall and in CPU time, which busy neighbours inflate less. Then plain
-decoding against Transformers' ``generate``, in turns.
+First plain decoding against Transformers' ``generate``, in turns. Then, by method: milliseconds of a round, and of them
+those beyond the models' forwards (target, drafter with its head, and the context that the drafter reads): ddlab's own
+arithmetic on whole tensors (the states after the path, the draft's top-k with its normaliser, maxima and normalisers of
+the target's logits), and the rest, which is Python. In wall and in CPU time, which busy neighbours inflate less.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 import ddlab
+from ddlab import sampling, tree, verify
 from ddlab.pair import Pair
 
 PROMPT, TOKENS, TURNS = "Why is the sky blue?", 128, 9
@@ -22,7 +24,7 @@ CLOCKS = {"wall": time.perf_counter, "CPU": time.thread_time}
 
 
 class Inside:
-    """Seconds by clock spent in the wrapped calls, the outermost alone."""
+    """Seconds by clock spent in the wrapped calls; of calls within calls the outermost alone."""
 
     def __init__(self) -> None:
         self.seconds, self.deep = dict.fromkeys(CLOCKS, 0.0), False
@@ -44,20 +46,23 @@ class Inside:
         setattr(owner, name, timed)
 
 
-def rounds(pair: Pair, inside: Inside, method: str, budget: int | None) -> None:
+def rounds(pair: Pair, forwards: Inside, arithmetic: Inside, method: str, budget: int | None) -> None:
     decoder = ddlab.Decoder(pair, method, budget=budget, max_new_tokens=200, stop_token_ids=())
     decoder.start(PROMPT)
-    whole: dict[str, list[float]] = {name: [] for name in CLOCKS}
-    beyond: dict[str, list[float]] = {name: [] for name in CLOCKS}
+    taken: dict[tuple[str, str], list[float]] = {}
     while not decoder.finished:
-        before, started = dict(inside.seconds), {name: clock() for name, clock in CLOCKS.items()}
+        before = [dict(inside.seconds) for inside in (forwards, arithmetic)]
+        started = {name: clock() for name, clock in CLOCKS.items()}
         decoder.step()
         for name, at in started.items():
-            whole[name].append(1e3 * (CLOCKS[name]() - at))
-            beyond[name].append(whole[name][-1] - 1e3 * (inside.seconds[name] - before[name]))
-    figures = (statistics.median(x) for name in CLOCKS for x in (whole[name], beyond[name]))
-    cells = "".join(f"{figure:>14.2f}" for figure in figures)
-    print(f"{method:<8}{budget or '':>6}{len(whole['wall']):>8}{cells}")
+            whole = CLOCKS[name]() - at
+            models, own = (
+                now.seconds[name] - was[name] for now, was in zip((forwards, arithmetic), before, strict=True)
+            )
+            for part, seconds in (("round", whole), ("beyond", whole - models), ("rest", whole - models - own)):
+                taken.setdefault((name, part), []).append(1e3 * seconds)
+    cells = "".join(f"{statistics.median(several):>12.2f}" for several in taken.values())
+    print(f"{method:<8}{budget or '':>6}{decoder.trace.rounds:>8}{cells}")
 
 
 def against_generate(pair: Pair) -> None:
@@ -84,8 +89,8 @@ def against_generate(pair: Pair) -> None:
     for name in CLOCKS:
         ratios = sorted(a / b for a, b in zip(taken["ours"][name], taken["theirs"][name], strict=True))
         print(
-            f"ar / generate, {name} time: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}; median and "
-            f"range of {TURNS} pairs of {TOKENS} tokens)"
+            f"ar / generate, {name} time: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}; "
+            f"median and range of {TURNS} pairs of {TOKENS} tokens)"
         )
 
 
@@ -93,16 +98,18 @@ def main() -> None:
     torch.set_num_threads(1)
     pair = ddlab.load_pair()
     against_generate(pair)
-    inside = Inside()
+    forwards, arithmetic = Inside(), Inside()
     assert pair.drafter is not None
     for owner, name in ((pair.target, "forward"), (pair.drafter.model, "forward"), (pair, "bare_head")):
-        inside.wrap(owner, name)
-    inside.wrap(pair.drafter, "ingest")
-    heads = "".join(f"{head:>14}" for name in CLOCKS for head in (f"{name} ms", f"beyond, {name}"))
+        forwards.wrap(owner, name)
+    forwards.wrap(pair.drafter, "ingest")
+    for owner, name in ((verify.TargetCache, "commit"), (tree, "_torch_top"), (sampling, "_read_on_host")):
+        arithmetic.wrap(owner, name)
+    heads = "".join(f"{f'{part} {name}':>12}" for name in ("wall", "CPU") for part in ("all", "beyond", "rest"))
     print(f"\n{'method':<8}{'budget':>6}{'rounds':>8}{heads}")
     for method, budget in (("ar", None), ("dflash", None), ("ddtree", 16), ("ddtree", 64)):
         for _ in range(2):
-            rounds(pair, inside, method, budget)
+            rounds(pair, forwards, arithmetic, method, budget)
 
 
 if __name__ == "__main__":

@@ -409,6 +409,8 @@ def test_a_second_call_gives_the_answers_that_are_missing(tmp_path: Path, monkey
     assert 0 < len(first["job"]) < len(second["job"])
     assert np.array_equal(second["job"][: len(first["job"])], first["job"])
     assert sorted(second["job"]) == sorted(whole["job"])
+    with pytest.raises(SystemExit, match="another --out"):
+        sample_corpus.main([*arguments, "--out", str(tmp_path / "1"), "--seed", "1"])
 
 
 def test_the_tokenized_corpus_is_the_same_text_in_other_ids(made: Path) -> None:

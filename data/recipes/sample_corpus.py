@@ -4,8 +4,8 @@
 
 First questions: most the model writes itself when it is given the header of a user turn and nothing else, the others
 come from templates in six kinds (questions.py). They are kept in questions.json and made once. Then answers, each
-question once at T = 0 and most once more at T = 0.6 to 0.9, in an order drawn from --seed. The same command again goes
-on with the answers that are missing, and appends them; with another --seed, or other --out, it makes another corpus.
+question once at T = 0 and once more (--sampled) at T = 0.6 to 0.9, in an order drawn from --seed. The same command
+again goes on with the answers that are missing, and appends them. Another --seed needs another --out.
 
 In the folder that is written: questions.json, tokens.u16 and meta.npz, which corpus.py reads.
 """
@@ -124,6 +124,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
     args, started = parser.parse_args(argv), time.time()
+    file = args.out / "questions.json"
+    asked_for = {name: getattr(args, name) for name in ("self_written", "templates", "sampled", "new_tokens", "seed")}
+    if file.is_file() and (before := json.loads(file.read_text(encoding="utf-8"))["arguments"]) != asked_for:
+        raise SystemExit(f"{args.out} was begun with {before}: give these again, or another --out")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,11 +142,12 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     print(f"{args.rows} rows, fused {decoder.fused}, ready after {time.time() - started:.0f} s", flush=True)
 
-    began, file = time.time(), args.out / "questions.json"
+    began = time.time()
     if not file.is_file():
-        asked = make_questions(sampler, chat, args)
-        file.write_text(json.dumps(asked, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
-    jobs, kinds = make_jobs([(k, t) for k, t in json.loads(file.read_text(encoding="utf-8"))], chat, args)
+        made = {"arguments": asked_for, "questions": make_questions(sampler, chat, args)}
+        file.write_text(json.dumps(made, ensure_ascii=False, indent=0) + "\n", encoding="utf-8")
+    made = json.loads(file.read_text(encoding="utf-8"))
+    jobs, kinds = make_jobs([(kind, text) for kind, text in made["questions"]], chat, args)
     said = sum(kind == 0 for kind in kinds)
     print(f"{len(jobs)} answers to give, {said} of them to self-written questions", flush=True)
 
