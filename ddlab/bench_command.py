@@ -100,8 +100,11 @@ def _pair(arguments: argparse.Namespace, methods: Sequence[str]) -> Any:
     given = [name for name in ("target", "drafter", "dtype", "device_map", "attention") if getattr(arguments, name)]
     if given:
         raise ValueError(f"--shape makes its own pair: leave --{given[0].replace('_', '-')} out")
+    import transformers
+
     from ddlab.shape import random_pair
 
+    transformers.utils.logging.set_verbosity_error()
     _say(f"random weights of {arguments.shape}")
     return random_pair(arguments.shape)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from step_kernels import attend, delta_step, kernels_agree
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 
@@ -62,8 +62,8 @@ class StaticDecoder:
 class AttentionStep:
     """Attention of one new token a row over the row's own keys [rows, kv heads, length, dim]."""
 
-    def __init__(self, module: nn.Module, config: Any, rows: int, length: int, fused: bool) -> None:
-        self.module: Any = module
+    def __init__(self, module: Any, config: Any, rows: int, length: int, fused: bool) -> None:
+        self.module = module
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.fused = config.head_dim, fused
         like = self.module.k_proj.weight
@@ -92,7 +92,7 @@ class AttentionStep:
 class DeltaStep:
     """One step of the gated delta rule a row; window [rows, channels, kernel], state float32 [rows, heads, k, v]."""
 
-    def __init__(self, module: nn.Module, rows: int, fused: bool) -> None:
+    def __init__(self, module: Any, rows: int, fused: bool) -> None:
         m = self.module = module
         like = m.in_proj_qkv.weight
         self.window = torch.zeros(rows, m.conv_dim, m.conv_kernel_size, dtype=like.dtype, device=like.device)
@@ -100,7 +100,7 @@ class DeltaStep:
         self.fused = fused
 
     def __call__(self, x: Tensor, positions: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        m: Any = self.module
+        m = self.module
         rows, kept = len(x), (positions > 0)[:, None]
         self.window.copy_(torch.cat([self.window[:, :, 1:] * kept[:, :, None], m.in_proj_qkv(x)[:, :, None]], dim=2))
         mixed = F.silu((self.window * m.conv1d.weight[:, 0]).sum(2)).float()

@@ -115,7 +115,7 @@ def chunk_rule(
     use_qk_l2norm_in_kernel: bool = False,
     chunk: int = CHUNK,
     within: Callable[..., tuple[Tensor, ...]] = _within_chunks,
-    **_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule with a backward, arguments as Transformers' `torch_chunk_gated_delta_rule`.
 

@@ -29,8 +29,8 @@ TEMPERATURE = 0.8
 def distinct(corpus: Corpus, most: int) -> np.ndarray:
     """A row for each different user turn of at most `most` ids."""
     found: dict[bytes, int] = {}
-    for row in np.flatnonzero(corpus.plen <= most):
-        found.setdefault(corpus.sequence(row)[: corpus.plen[row]].tobytes(), int(row))
+    for row in np.flatnonzero(corpus.plen <= most).tolist():
+        found.setdefault(corpus.sequence(row)[: corpus.plen[row]].tobytes(), row)
     return np.array(list(found.values()))
 
 

@@ -116,11 +116,11 @@ def differences(device: torch.device, dtype: torch.dtype = torch.float32) -> tup
     q, keys, values = normal(5, 2, 3, 64).to(dtype), normal(5, 2, 96, 64).to(dtype), normal(5, 2, 96, 64).to(dtype)
     positions = torch.tensor([0, 3, 63, 64, 95], device=device)
     seen = [attend(q, keys, values, positions, fused).float() for fused in (False, True)]
-    unit = [F.normalize(normal(5, 2, 64), dim=-1) for _ in range(2)]
+    unit_q, unit_k = (F.normalize(normal(5, 2, 64), dim=-1) for _ in range(2))
     v, state = normal(5, 4, 64), normal(5, 4, 64, 64)
     decay, beta = normal(5, 4).sigmoid(), normal(5, 4).sigmoid()
     states = [state.clone(), state.clone()]
-    outs = [delta_step(s, *unit, v, decay, beta, fused) for s, fused in zip(states, (False, True), strict=True)]
+    outs = [delta_step(s, unit_q, unit_k, v, decay, beta, i == 1) for i, s in enumerate(states)]
     step = max((outs[0] - outs[1]).abs().max().item(), (states[0] - states[1]).abs().max().item())
     return (seen[0] - seen[1]).abs().max().item(), step
 
