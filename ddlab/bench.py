@@ -96,7 +96,7 @@ def bench(
     """Time rounds of every engine, method, budget and prefix, and run the scripts.
 
     Args:
-        engines: None: all that run this pair. Beside another engine, eager has a quarter of the repeats.
+        engines: None: the one that the pair gets unasked, and eager. Beside another, eager has a quarter of repeats.
         scripts: scripted acceptance, with the first engine, at the shortest prefix.
         rounds: of each scripted run.
         say: told what is being done.
@@ -173,9 +173,9 @@ def _check(
     for script in scripts:
         for budget in budgets if "ddtree" in methods else [depth]:
             script.expected(min(depth, budget))  # raises where it cannot be
-    tokens = max(prefixes) + 2 * depth + 3
+    tokens = max(prefixes) + _new_tokens(pair, 1)
     if scripts:
-        tokens = max(tokens, min(prefixes) + rounds * (depth + 1) + 1)
+        tokens = max(tokens, min(prefixes) + _new_tokens(pair, rounds))
     if pair.max_positions is not None and tokens > pair.max_positions:
         raise ValueError(f"up to {tokens} positions are needed, the target has {pair.max_positions}: shorter prefixes")
 
@@ -189,8 +189,7 @@ def _measure(
     decoders: dict[Case, Decoder] = {}
     for case in cases:
         say(f"prompt of {case.prefix} tokens: {_name(case)}")
-        depth = 0 if pair.drafter is None else pair.drafter.depth
-        decoders[case] = _decoder(pair, case, 2 * depth + 3)
+        decoders[case] = _decoder(pair, case, 1)
         decoders[case].start(prompt_ids(pair, case.prefix, seed))
     some = len({case.engine for case in cases}) > 1
     wanted = {case: max(1, repeats // 4) if some and case.engine == "eager" else repeats for case in cases}
@@ -228,7 +227,12 @@ def timed_round(decoder: Decoder) -> dict[str, float]:
     return {**step.times, "record": whole - step.seconds, "round": whole}
 
 
-def _decoder(pair: Pair, case: Case, max_new_tokens: int) -> Decoder:
+def _new_tokens(pair: Pair, rounds: int) -> int:
+    """As many as so many rounds, and one before them, may bring without an end of the text."""
+    return (rounds + 1) * (1 if pair.drafter is None else pair.drafter.depth + 1) + 2
+
+
+def _decoder(pair: Pair, case: Case, rounds: int) -> Decoder:
     from ddlab.decode import Decoder
 
     return Decoder(
@@ -236,7 +240,7 @@ def _decoder(pair: Pair, case: Case, max_new_tokens: int) -> Decoder:
         case.method,
         budget=case.budget,
         engine=case.engine,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=_new_tokens(pair, rounds),
         stop_token_ids=(),
     )
 
@@ -256,7 +260,7 @@ def _simulate(
     assert pair.drafter is not None
     say(f"{SIMULATED}, {script}: {_name(case)}")
     depth, script = pair.drafter.depth, script.again()
-    decoder = _decoder(pair, case, rounds * (depth + 1) + depth + 3)
+    decoder = _decoder(pair, case, rounds)
     decoder.start(prompt_ids(pair, case.prefix, seed))
     with script.on(decoder):
         decoder.step()

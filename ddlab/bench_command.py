@@ -36,7 +36,10 @@ def add(commands: Any, models: Callable[[argparse.ArgumentParser], None], method
     what.add_argument("--budget", metavar="N", type=int, nargs="+", default=[16, 64], help="of ddtree (default: 16 64)")
     what.add_argument("--prefix", metavar="N", type=int, nargs="+", help="tokens before the round (default: 512)")
     what.add_argument(
-        "--engine", choices=("graph", "eager"), nargs="+", help="in one run, as a ratio (default: all that are here)"
+        "--engine",
+        choices=("graph", "eager"),
+        nargs="+",
+        help="in one run, as a ratio (default: graph where it runs, and eager)",
     )
     what.add_argument(
         "--repeats", metavar="N", type=int, default=20, help="of each round; eager beside graph a quarter (default: 20)"

@@ -84,7 +84,7 @@ class Sampling:
             history: node -> all token ids up to and including that node; asked for only when there are processors.
             asked: nodes and tokens, int [m] each: how likely were these tokens after those nodes?
         """
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         if self.processors:
             rows = []
             for node in range(len(scores)):
@@ -102,9 +102,10 @@ class Sampling:
             nodes, ids = np.concatenate([nodes, asked[0]]), asked[1]
         read = _read_on_host if scores.device.type == "cpu" else _read_from_device
         tokens, best, second, peak, total, picked = read(scores, likely, nodes, ids)
-        log_probs = picked - peak[nodes] - total[nodes]
+        with np.errstate(invalid="ignore"):  # rows of -inf, broken logits: NaN says it
+            margin, log_probs = best - second, picked - peak[nodes] - total[nodes]
         n = len(tokens)
-        return Choice(*map(torch.from_numpy, (tokens, log_probs[:n], best - second, log_probs[n:])))
+        return Choice(*map(torch.from_numpy, (tokens, log_probs[:n], margin, log_probs[n:])))
 
 
 def _read_on_host(scores: Tensor, likely: Tensor, nodes: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, ...]:

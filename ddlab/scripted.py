@@ -1,9 +1,9 @@
 """Scripted acceptance: a seeded oracle decides how much of a round is accepted, whatever the models say.
 
-Random weights accept nothing, so they tell what a round costs and not what it brings. With two hooks a round does all
-of its real work, and its path is as long as the script says: the draft's first choices become likely, so that the tree
-holds them as a path, and the target's logits are edited to follow that path so far and no further. What comes out is a
-simulation and has to be called one.
+Random weights accept nothing, so they tell what a round costs and not what it brings. Hooks on draft and verify let a
+round do all of its real work on a path as long as the script says: the draft's first choices become likely, so that the
+tree holds them as a path, and the target's logits are edited to follow that path so far and no further. What comes out
+is a simulation and has to be called one.
 """
 
 from __future__ import annotations

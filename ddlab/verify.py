@@ -353,7 +353,7 @@ class TargetState:
         """Rows ``path`` of `tapped_features`, [len(path), taps * hidden]."""
         if self._features is None:
             return self.tapped_features[list(path)]
-        rows = torch.tensor(list(path)).to(self._features[0].device, non_blocking=True)
+        rows = torch.tensor(list(path), device=self._features[0].device)
         return torch.cat([some.index_select(0, rows) for some in self._features], dim=-1)
 
     def expect(self, tokens: int) -> None:

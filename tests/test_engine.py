@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import ddlab
-from ddlab import engine as engines
 
 pytest.importorskip("triton", reason="the fast path is written in Triton")
 
+from ddlab import graph
 from ddlab.fast import layers as fast_layers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -144,8 +144,8 @@ def test_watched_modules_run_eager_for_those_rounds_and_the_trace_says_so():
 
 
 def test_a_text_that_outgrows_its_buffers_goes_on(monkeypatch):
-    monkeypatch.setattr(engines, "_ROUND_UP", 8)
-    monkeypatch.setattr(engines, "_WIDEST", 8)
+    monkeypatch.setattr(graph, "_ROUND_UP", 8)
+    monkeypatch.setattr(graph, "_WIDEST", 8)
     pair = pair_of("hybrid")
     ids = {}
     for engine in ("eager", "graph"):

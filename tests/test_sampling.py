@@ -176,3 +176,10 @@ def test_half_precision_scores_choose_what_they_say() -> None:
     logits[1, 8] = 3
     choice = Sampling().choose(logits, np.arange(2), no_history)
     assert choice.tokens.tolist() == [0, 8] and choice.margin.tolist() == [0.0, 3.0]
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_without_a_choice_give_nan_and_no_warning() -> None:
+    logits = torch.tensor([[-torch.inf, -torch.inf], [torch.inf, 0.0], [torch.nan, 0.0]], requires_grad=True)
+    choice = Sampling().choose(logits, np.arange(3), no_history, asked=(np.arange(3), np.zeros(3, np.int64)))
+    assert choice.tokens.tolist() == logits.argmax(-1).tolist() and torch.isnan(choice.asked).all()

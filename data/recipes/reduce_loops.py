@@ -27,7 +27,7 @@ from fast_hybrid import fast_forms, fuse_norms
 from loops import loops, repeated_tokens
 from sample_answers import distinct
 from sampler import Job, Sampler
-from target_training import Trainer, optimizers, rates_of, save_target, step
+from target_training import Trainer, rates_of, save_target, step
 from text_batches import STRIDE, HeldOut, TextBatches
 
 
@@ -77,7 +77,10 @@ def main(argv: list[str] | None = None) -> None:
     held_out = HeldOut.read(args.data / "held_out.npz", tokenizer)
     longest = int(np.quantile(corpus.plen, 0.98))
     asked = [corpus.sequence(row)[: corpus.plen[row]].tolist() for row in distinct(corpus, longest)]
-    trainer, optimizer = Trainer(model), optimizers(model, args.rate)
+    trainer = Trainer(model)
+    optimizer: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(model.parameters(), lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0)
+    ]
     rates = rates_of(optimizer)
     sampler = Sampler(StaticDecoder(model, args.answers, longest + args.new_tokens), tokenizer.eos_token_id)
     report: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(args).items()}, "rounds": []}
