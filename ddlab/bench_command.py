@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 EXAMPLE = """example:
@@ -18,18 +16,9 @@ does so at that model's shape with random weights, with a simulated acceptance o
 SHAPES = ("qwen3.6-27b",)
 
 
-def add(commands: Any, models: Callable[[argparse.ArgumentParser], None], methods: Sequence[str]) -> None:
-    """The subcommand; ``models`` adds the arguments that say which pair."""
-    summary = "time rounds by stage, against the memory's bandwidth"
-    parser = commands.add_parser(
-        "bench",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    models(parser)
+def add(new: Callable[..., argparse.ArgumentParser], methods: Sequence[str]) -> None:
+    """The subcommand, by ``new``: name, what runs it, examples, summary."""
+    parser = new("bench", run, EXAMPLE, "time rounds by stage, against the memory's bandwidth")
     parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape, made on the GPU, in bfloat16")
     what = parser.add_argument_group("what to time")
     what.add_argument("--method", choices=methods, nargs="+", default=methods, help="(default: all three)")
@@ -55,6 +44,7 @@ def add(commands: Any, models: Callable[[argparse.ArgumentParser], None], method
     script.add_argument("--rounds", metavar="N", type=int, default=24, help="of each simulated run (default: 24)")
     parser.add_argument("--trace-cost", action="store_true", help="also what recording costs")
     parser.add_argument("--out", metavar="FILE", help="write everything as JSON too")
+    parser.add_argument("--progress", action="store_true", help="show progress also where stderr is no terminal")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -63,17 +53,14 @@ def run(arguments: argparse.Namespace) -> int:
     from ddlab.scripted import Script
     from ddlab.trace_cost import trace_cost
 
-    out = None if arguments.out is None else Path(arguments.out)
-    if out is not None and not out.parent.is_dir():
-        raise cli.BadInput(f"no folder {out.parent} to write {out.name} into: create it first")
-    if out is not None and out.is_dir():
-        raise cli.BadInput(f"{out} is a folder: give --out the name of a file, such as {out / 'bench.json'}")
+    out = None if arguments.out is None else cli._out(arguments, "bench.json")
     budgets, methods = sorted(set(arguments.budget)), list(dict.fromkeys(arguments.method))
     with cli._input_errors():
         scripts = [Script(tau, seed=arguments.seed) for tau in arguments.scripted_tau]
         if arguments.scripted_accept is not None:
             scripts.append(Script(probabilities=arguments.scripted_accept, seed=arguments.seed))
-        pair = _pair(arguments, methods)
+        progress = cli._Progress(arguments)
+        pair = _pair(arguments, methods, progress.say)
         found = bench(
             pair,
             prefixes=arguments.prefix or [512],
@@ -84,18 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
             scripts=scripts,
             rounds=arguments.rounds,
             seed=arguments.seed,
-            say=_say,
+            say=progress.say,
         )
     if arguments.trace_cost:
-        found.data["trace_cost"] = trace_cost(pair, budgets, methods, say=_say)
-    _say("")
+        tokens = 33 if arguments.shape else 128  # random weights bring one token a round
+        found.data["trace_cost"] = trace_cost(pair, budgets, methods, tokens=tokens, say=progress.say)
+    progress.clear()
     print(found.to_text())
     if out is not None:
         print(f"\nJSON: {found.save(out)}")
     return cli.FINE
 
 
-def _pair(arguments: argparse.Namespace, methods: Sequence[str]) -> Any:
+def _pair(arguments: argparse.Namespace, methods: Sequence[str], say: Callable[[str], None]) -> Any:
     from ddlab import cli
 
     if arguments.shape is None:
@@ -108,11 +96,5 @@ def _pair(arguments: argparse.Namespace, methods: Sequence[str]) -> Any:
     from ddlab.shape import random_pair
 
     transformers.utils.logging.set_verbosity_error()
-    _say(f"random weights of {arguments.shape}")
+    say(f"random weights of {arguments.shape}")
     return random_pair(arguments.shape)
-
-
-def _say(line: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{line}")
-        sys.stderr.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -88,11 +89,7 @@ def _decode(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    out, methods = Path(arguments.out), list(dict.fromkeys(arguments.method))
-    if not out.parent.is_dir():
-        raise BadInput(f"no folder {out.parent} to write {out.name} into: create it first")
-    if out.is_dir():
-        raise BadInput(f"{out} is a folder: give --out the name of a file, such as {out / 'report.html'}")
+    out, methods = _out(arguments, "report.html"), list(dict.fromkeys(arguments.method))
     with _input_errors():
         prompt = _prompt(arguments)
         pair = _load(arguments, methods)
@@ -127,11 +124,12 @@ def _load(arguments: argparse.Namespace, methods: Sequence[str]) -> Pair:
     import transformers
 
     import ddlab
+    from ddlab.pair import SMOLLM2
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     drafting = [method for method in methods if method != "ar"]
-    if drafting and arguments.target is not None and arguments.drafter is None:
+    if drafting and arguments.target not in (None, SMOLLM2) and arguments.drafter is None:
         raise BadInput(f"{' and '.join(drafting)} need a drafter: give --drafter, or --method ar")
     return ddlab.load_pair(
         arguments.target,
@@ -154,6 +152,16 @@ def _decoder(pair: Pair, arguments: argparse.Namespace, method: str, **more: Any
         max_new_tokens=arguments.max_new_tokens,
         **more,
     )
+
+
+def _out(arguments: argparse.Namespace, example: str) -> Path:
+    """Where --out says, if a file can be written there."""
+    out = Path(arguments.out)
+    if not out.parent.is_dir():
+        raise BadInput(f"no folder {out.parent} to write {out.name} into: create it first")
+    if out.is_dir():
+        raise BadInput(f"{out} is a folder: give --out the name of a file, such as {out / example}")
+    return out
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -216,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ddlab {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    decode = _command(commands, "decode", _decode, DECODE_EXAMPLE, "decode a prompt and print it round by round")
+    decode = _decoding(commands, "decode", _decode, DECODE_EXAMPLE, "decode a prompt and print it round by round")
     decode.add_argument(
         "--method",
         choices=METHODS,
@@ -224,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         help="plain decoding, chains, or trees (default: ddtree)",
     )
     decode.add_argument("--trace", metavar="FOLDER", help="keep every round in this folder as it is decoded")
-    report = _command(
+    report = _decoding(
         commands,
         "report",
         _report,
@@ -235,23 +243,17 @@ def _parser() -> argparse.ArgumentParser:
         "--method", choices=METHODS, nargs="+", default=METHODS, help="one or several (default: all three)"
     )
     report.add_argument("--out", metavar="FILE", default="report.html", help="where to write it (default: report.html)")
-    compare_command.add(commands, _models, PROMPT)
-    doctor_command.add(commands, _models)
-    sweep_command.add(commands, _models, METHODS)
-    bench_command.add(commands, _models, METHODS)
+    new = functools.partial(_command, commands)
+    compare_command.add(new, PROMPT)
+    doctor_command.add(new)
+    sweep_command.add(new, METHODS)
+    bench_command.add(new, METHODS)
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, example: str, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=example,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    _models(parser)
+def _decoding(commands: Any, name: str, run: Any, example: str, summary: str) -> argparse.ArgumentParser:
+    """A command that decodes one prompt."""
+    parser = _command(commands, name, run, example, summary)
     text = parser.add_argument_group("text")
     prompt = text.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", default=PROMPT, help=f'one user turn (default: "{PROMPT}")')
@@ -266,12 +268,21 @@ def _command(commands: Any, name: str, run: Any, example: str, summary: str) -> 
     return parser
 
 
-def _models(parser: argparse.ArgumentParser) -> None:
+def _command(commands: Any, name: str, run: Any, example: str, summary: str) -> argparse.ArgumentParser:
+    """A command, with the arguments that say which pair."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=example,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
     models = parser.add_argument_group("models")
     models.add_argument(
         "--target",
         metavar="NAME",
-        help="hub name or folder (default: the small hybrid pair that comes with ddlab)",
+        help="hub name, folder, or smollm2 with its drafter (default: the small hybrid pair that comes with ddlab)",
     )
     models.add_argument("--drafter", metavar="NAME", help="hub name or folder of its DFlash drafter")
     models.add_argument("--dtype", help="float32, bfloat16, float16 or auto (default: as saved; float32 for ours)")
@@ -281,3 +292,4 @@ def _models(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="attention backend: auto, sdpa, eager, flash_tree, flex or sdpa:KERNEL (default: sdpa)",
     )
+    return parser

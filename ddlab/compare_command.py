@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 WHATS = ("prefill", "step", "draft", "verify")
 EXAMPLE = """example:
@@ -17,18 +15,9 @@ exit status: 0 no backend is wrong, 1 one is, 2 the input does not fit.
 """
 
 
-def add(commands: Any, models: Callable[[argparse.ArgumentParser], None], prompt: str) -> None:
-    """The subcommand; ``models`` adds the arguments that say which pair."""
-    summary = "hold attention backends to each other and to float64, layer by layer"
-    parser = commands.add_parser(
-        "compare",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    models(parser)
+def add(new: Callable[..., argparse.ArgumentParser], prompt: str) -> None:
+    """The subcommand, by ``new``: name, what runs it, examples, summary."""
+    parser = new("compare", run, EXAMPLE, "hold attention backends to each other and to float64, layer by layer")
     parser.add_argument("--prompt", metavar="TEXT", default=prompt, help="one user turn (default: on relativity)")
     parser.add_argument("--trace", metavar="FOLDER", help="take the prompt and the rounds of this trace instead")
     parser.add_argument("--what", choices=WHATS, default="prefill", help="which call (default: prefill)")
@@ -47,9 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ddlab.trace import Trace
     from ddlab.views import page
 
-    out = None if arguments.out is None else Path(arguments.out)
-    if out is not None and not out.parent.is_dir():
-        raise cli.BadInput(f"no folder {out.parent} to write {out.name} into: create it first")
+    out = None if arguments.out is None else cli._out(arguments, "layers.html")
     with cli._input_errors():
         given = arguments.prompt if arguments.trace is None else Trace.load(arguments.trace)
         pair = cli._load(arguments, ["ar"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 EXAMPLE = """example:
   ddlab doctor --target Qwen/Qwen3.5-4B --drafter z-lab/Qwen3.5-4B-DFlash --dtype bfloat16 --device-map auto
@@ -16,18 +15,9 @@ exit status: 0 the pair can decode exactly with something, 1 it cannot, 2 the in
 """
 
 
-def add(commands: Any, models: Callable[[argparse.ArgumentParser], None]) -> None:
-    """The subcommand; ``models`` adds the arguments that say which pair."""
-    summary = "say what runs on this machine, what does not, and why"
-    parser = commands.add_parser(
-        "doctor",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    models(parser)
+def add(new: Callable[..., argparse.ArgumentParser]) -> None:
+    """The subcommand, by ``new``: name, what runs it, examples, summary."""
+    parser = new("doctor", run, EXAMPLE, "say what runs on this machine, what does not, and why")
     parser.add_argument("--backends", metavar="NAME", nargs="+", help="try these only (default: all)")
 
 

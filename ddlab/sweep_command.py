@@ -22,19 +22,10 @@ exit status: 0 fine, 1 a run failed, a text is not the target's own or --check f
 """
 
 
-def add(commands: Any, models: Callable[[argparse.ArgumentParser], None], methods: Sequence[str]) -> None:
-    """The subcommand; ``models`` adds the arguments that say which pair."""
-    summary = "decode many prompts in many ways, and compare"
-    parser = commands.add_parser(
-        "sweep",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add(new: Callable[..., argparse.ArgumentParser], methods: Sequence[str]) -> None:
+    """The subcommand, by ``new``: name, what runs it, examples, summary."""
+    parser = new("sweep", run, EXAMPLE, "decode many prompts in many ways, and compare")
     parser.add_argument("folder", metavar="FOLDER", help="new, or a sweep of the same settings, which then goes on")
-    models(parser)
     what = parser.add_argument_group("what to run")
     what.add_argument("--prompts", metavar="FILE", help='{"id", "kind", "prompt"} a line (default: those of ddlab)')
     what.add_argument("--method", choices=methods, nargs="+", default=methods, help="(default: all three)")

@@ -132,6 +132,8 @@ def test_progress_is_on_stderr_and_only_when_asked_for(capsys):
         (["decode", "--dtype", "float33"], "float33"),
         (["report", "--out", "nowhere/r.html"], "create it first"),
         (["report", "--out", "."], "is a folder"),
+        (["bench", "--out", "."], "is a folder"),
+        (["compare", "--out", "."], "is a folder"),
     ],
 )  # fmt: skip
 def test_input_that_does_not_fit_is_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, said):
@@ -140,6 +142,16 @@ def test_input_that_does_not_fit_is_one_line_and_status_2(capsys, tmp_path, monk
     assert (status, out) == (2, "")
     assert err.startswith("ddlab: ") and err.count("\n") == 1 and said in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_smollm2_brings_its_drafter(capsys, monkeypatch):
+    def load(target, drafter, **_):
+        assert (target, drafter) == ("smollm2", None)
+        raise OSError("no network")
+
+    monkeypatch.setattr(ddlab, "load_pair", load)
+    status, _, err = run(capsys, "decode", "--target", "smollm2")
+    assert status == 2 and "no network" in err
 
 
 @pytest.mark.parametrize("arguments", [[], ["deocde"], ["decode", "--method", "ddtre"], ["decode", "--budget", "many"]])

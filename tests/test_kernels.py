@@ -3,6 +3,10 @@
 Without a GPU the kernels are interpreted (float32 only: the interpreter has no bfloat16 products).
 """
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -21,7 +25,10 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
 BAND = {torch.float32: 3e-6, torch.bfloat16: 2e-2}  # of the largest entry
 
-pytestmark = pytest.mark.parametrize("dtype", DTYPES)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", DTYPES)
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -159,6 +166,33 @@ def test_attention_is_a_masked_softmax(heads, kv_heads, dim, start, window, spli
         out = empty(n, heads * dim, dtype=dtype)
         attention.tree_attention(q, keys, values, *given, dim**-0.5, window, splits, gating, out)
         assert_close(out, wanted, dtype)
+
+
+FITS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from ddlab.fast.attention import _attend, attention_tile
+for dim in (64, 128, 256):
+    for kind, itemsize in (("bf16", 2), ("fp32", 4)):
+        tile = attention_tile(dim, itemsize, 2**20)
+        launch = {name: tile.pop(name) for name in ("num_warps", "num_stages")}
+        fixed = tile | dict(H=24, KVH=4, D=dim, BD=dim, SPLITS=4)
+        kinds = dict.fromkeys(("q", "keys", "values"), "*" + kind) | dict(seen="*u8", depth="*i32", meta="*i32")
+        kinds |= dict.fromkeys(("part_out", "part_max", "part_sum"), "*fp32") | dict(scale="fp32")
+        names = _attend.arg_names
+        given = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
+        source = triton.compiler.ASTSource(
+            _attend, given, {(names.index(name),): value for name, value in fixed.items()},
+            {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if given[name].startswith("*")},
+        )
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+        assert made.metadata.shared <= 232448, (dim, kind, made.metadata.shared)
+"""
+
+
+def test_attention_fits_into_the_shared_memory_of_hopper():  # which the interpreter knows nothing of
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", FITS], check=True, env=environment)
 
 
 @pytest.mark.parametrize("normed", ["zero-centred", "plain", None])

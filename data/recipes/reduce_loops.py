@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--steps", type=int, default=12, help="training steps of a round")
     parser.add_argument("--tokens", type=int, default=32768, help="ids of a batch of the corpus, and of answers")
-    parser.add_argument("--weight", type=float, default=1.0, help="of the unlikelihood against the likelihood")
+    parser.add_argument("--weight", type=float, default=0.25, help="of the unlikelihood against the likelihood")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     args, started = parser.parse_args(argv), time.time()

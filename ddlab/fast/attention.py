@@ -137,6 +137,13 @@ def _attend(q, keys, values, seen, depth, meta, part_out, part_max, part_sum, sc
     tl.store(part_out + to[:, None] * D + d[None], acc, mask=in_m[:, None] & in_d[None])
 
 
+def attention_tile(dim: int, itemsize: int, rows: int) -> dict[str, int]:
+    """Rows and keys of a program's tile, as far as they fit into shared memory (227 kB), and how it is launched."""
+    most = 128 if dim <= 64 else 64 if dim <= 128 or itemsize == 2 else 32
+    tile = {"BM": min(most, max(16, power_of_2(rows))), "BN": 64 if itemsize == 2 else 32}
+    return tile | {"num_warps": 8 if dim > 128 else 4, "num_stages": 2}
+
+
 @triton.jit
 def _join(part_out, part_max, part_sum, gate, out, rows, gate_stride, H: tl.constexpr, D: tl.constexpr,
           BD: tl.constexpr, SPLITS: tl.constexpr, BS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
@@ -182,11 +189,10 @@ def tree_attention(
     kv_heads, capacity, _ = keys.shape
     rows = n * heads
     parts = [q.new_empty(splits, rows, *shape, dtype=torch.float32) for shape in ((dim,), (), ())]
-    block = min(64 if dim > 64 else 128, max(16, power_of_2(rows // kv_heads)))
-    _attend[(kv_heads, triton.cdiv(rows // kv_heads, block), splits)](
+    tile = attention_tile(dim, q.dtype.itemsize, rows // kv_heads)
+    _attend[(kv_heads, triton.cdiv(rows // kv_heads, tile["BM"]), splits)](
         q, keys, values, seen, depth, meta, *parts, scale, n, capacity, 2**30 if window is None else window,
-        H=heads, KVH=kv_heads, D=dim, BD=max(16, power_of_2(dim)), BM=block, BN=32 if q.dtype.itemsize > 2 else 64,
-        SPLITS=splits, num_warps=8 if dim > 128 else 4, num_stages=2,
+        H=heads, KVH=kv_heads, D=dim, BD=max(16, power_of_2(dim)), SPLITS=splits, **tile,
     )  # fmt: skip
     _join[(rows,)](
         *parts, q if gate is None else gate, out, rows, 0 if gate is None else gate.shape[1], H=heads, D=dim,
