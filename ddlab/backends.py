@@ -153,7 +153,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("flex", "ddlab_flex", (_on("cpu", "cuda"), _no_double, _no_sinks_on_cpu, _no_softcap)),
         Backend("flash_attention_2", "flash_attention_2", (*_FLASH_PACKAGE, _heads(256), _no_sinks)),
         Backend("flash_attention_3", "flash_attention_3", (*_FLASH_PACKAGE, _heads(256), _no_sinks)),
-        Backend("flash_attention_4", "flash_attention_4", (*_FLASH_PACKAGE, _heads(128))),
+        Backend("flash_attention_4", "flash_attention_4", (*_FLASH_PACKAGE, _heads(256))),
     )
 }
 

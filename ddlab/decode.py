@@ -26,7 +26,7 @@ from ddlab.record import DRAFT_BEST, round_record, trace_header
 from ddlab.sampling import Choice, Sampling, Walk, walk
 from ddlab.text import Text
 from ddlab.trace import Step, Trace, TraceWriter
-from ddlab.tree import DraftTree, grow
+from ddlab.tree import DraftTree, best_first, grow
 from ddlab.verify import LINEAR_STATES, TargetState
 
 if TYPE_CHECKING:
@@ -240,16 +240,22 @@ class Decoder:
             if now.drafted is None:
                 tree = DraftTree.from_parents([root], [-1])
             else:
-                depth = len(now.drafted[:left])
-                budget = depth if self.method == "dflash" or self.budget is None else self.budget
-                width = 1 if self.method == "dflash" else budget  # DraftTree.chain or .best_first, in one top-k with
-                now.best = ids, log_probs = self._engine.top_tokens(
-                    now.drafted, max(width, DRAFT_BEST)
-                )  # what the trace keeps
-                tree = grow(ids[:left, :width], log_probs[:left, :width], budget, root_token=root)
+                tree = self._drafted_tree(now, now.drafted, root, left)
             tree = self._edit("tree", now, tree, lambda value: edits.tree(value, root, self.pair.rows, left))
             now.tree = tree
         return tree
+
+    def _drafted_tree(self, now: _Round, logits: Tensor, root: int, left: int | None) -> DraftTree:
+        """`DraftTree.chain` or `.best_first` of the first ``left`` depths, from the top-k that the trace keeps too."""
+
+        def top(k: int) -> tuple[np.ndarray, np.ndarray]:
+            now.best = ids, log_probs = self._engine.top_tokens(logits, max(k, DRAFT_BEST))
+            return ids[:left, :k], log_probs[:left, :k]
+
+        depth = len(logits[:left])
+        if self.method == "dflash":
+            return grow(*top(1), depth, root_token=root)
+        return best_first(top, depth if self.budget is None else self.budget, root_token=root)
 
     def verify(self) -> Tensor:
         """Phase 3: one target forward over the tree; its logits at every node, float [n, vocab]."""
@@ -270,6 +276,7 @@ class Decoder:
                 positions,
                 lambda node: text.ids[:-1] + tree.tokens[tree.path(node)].tolist(),
                 asked=(tree.parents[1:], tree.tokens[1:]),
+                read=self._engine.read_scores,
             )
             chosen = choice.tokens.numpy()
             own = walk(tree, chosen, self.stop_token_ids, text.room)

@@ -106,6 +106,7 @@ class EagerEngine:
     """The modules themselves."""
 
     name = "eager"
+    read_scores = None  # as Sampling.choose reads them
 
     def __init__(self, pair: Pair):
         self.pair = pair

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddlab.draft_cache import DraftCache
-from ddlab.fast import layers
+from ddlab.fast import choice, layers
 from ddlab.tree import top_tokens
 from ddlab.verify import Committed, TargetState
 
@@ -31,6 +31,7 @@ class GraphEngine:
     """Buffers and captured launches of one pair. One text at a time has the buffers; another that comes swaps in."""
 
     name = "graph"
+    read_scores = staticmethod(choice.read)
 
     def __init__(self, pair: Pair, signature: tuple[Any, ...]):
         self.pair, self.signature = pair, signature  # of the weights: captured launches know their addresses
@@ -127,7 +128,8 @@ class GraphEngine:
             run()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()  # one pool: launches never overlap
+        if not self._launches:  # a pool ends with the last graph in it
+            self._pool = torch.cuda.graph_pool_handle()  # one pool: launches never overlap
         with torch.cuda.graph(graph, pool=self._pool):
             run()
         return graph.replay

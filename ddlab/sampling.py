@@ -75,6 +75,7 @@ class Sampling:
         positions: np.ndarray,
         history: Callable[[int], list[int]],
         asked: tuple[np.ndarray, np.ndarray] | None = None,
+        read: Callable[..., tuple[np.ndarray, ...]] | None = None,
     ) -> Choice:
         """The target's choice after each node. Of logits on a device a few numbers a node are moved, in one transfer.
 
@@ -83,6 +84,7 @@ class Sampling:
             positions: int [n], absolute position of the token to be chosen after each node.
             history: node -> all token ids up to and including that node; asked for only when there are processors.
             asked: nodes and tokens, int [m] each: how likely were these tokens after those nodes?
+            read: a faster form of ``_read_from_device``, where an engine has one.
         """
         scores = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         if self.processors:
@@ -100,7 +102,10 @@ class Sampling:
         nodes, ids = np.arange(len(scores)), np.zeros(0, np.int64)
         if asked is not None:
             nodes, ids = np.concatenate([nodes, asked[0]]), asked[1]
-        read = _read_on_host if scores.device.type == "cpu" else _read_from_device
+        if scores.device.type == "cpu":
+            read = _read_on_host
+        elif read is None or scores.dtype != torch.float32:
+            read = _read_from_device
         tokens, best, second, peak, total, picked = read(scores, likely, nodes, ids)
         with np.errstate(invalid="ignore"):  # rows of -inf, broken logits: NaN says it
             margin, log_probs = best - second, picked - peak[nodes] - total[nodes]

@@ -58,7 +58,8 @@ class Step:
         """Every token id this round mentions."""
         ids = {*self.tree.tokens.tolist(), *self.target_choice.tolist(), *self.draft_ids.ravel().tolist()}
         ids.update(self.emitted if self.bonus is None else (*self.emitted, self.bonus))
-        return ids - {-1}  # -1: a root that was not given
+        ids.discard(-1)  # a root that was not given
+        return ids
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Step):

@@ -11,16 +11,14 @@ import json
 import unicodedata
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """One vocabulary entry: id, bytes (None: the tokenizer has no such id), whether it is special."""
 
     id: int
-    raw: bytes | None
+    raw: bytes | None = None
     special: bool = False
 
     @property
@@ -35,7 +33,7 @@ class Token:
 def describe(tokenizer: Any, ids: Iterable[int]) -> dict[int, Token]:
     """The `Token` of every id in `ids`. With `tokenizer` None every id is one without text."""
     read = _reader(tokenizer)
-    return {token_id: read(token_id) for token_id in dict.fromkeys(int(i) for i in ids)}
+    return {token_id: read(token_id) for token_id in map(int, ids)}
 
 
 def token_bytes(tokenizer: Any, token_id: int) -> bytes | None:
@@ -48,7 +46,7 @@ _readers: weakref.WeakKeyDictionary[Any, Callable[[int], Token]] = weakref.WeakK
 
 def _reader(tokenizer: Any) -> Callable[[int], Token]:
     if tokenizer is None:
-        return lambda token_id: Token(token_id, None)
+        return Token
     try:
         if tokenizer not in _readers:
             # the reader must not hold the tokenizer that is its key, or the entry would never go away

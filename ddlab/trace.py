@@ -73,8 +73,9 @@ class Trace:
 
     def describe(self, ids: Iterable[int], tokenizer: Any) -> None:
         """Adds the text of `ids` to `token_text` where it is missing."""
-        missing = [i for i in ids if i not in self.token_text]
-        self.token_text.update(tokens.describe(tokenizer, missing))
+        missing = set(ids).difference(self.token_text)
+        if missing:
+            self.token_text.update(tokens.describe(tokenizer, missing))
 
     # ---- what it says ----------------------------------------------------------------------------
 
@@ -272,8 +273,7 @@ class TraceWriter:
         self.path, self._trace = Path(path), trace
         first = () if trace.first_token is None else (trace.first_token,)
         self._described: dict[int, int] = {}  # ids whose text was written, and the round it was written with
-        header = trace.header | self._text_of({*trace.prompt_ids, *first}, -1)
-        self._file = tracefile.FolderWriter(self.path, header)
+        self._file = tracefile.FolderWriter(self.path, trace.header, self._text_of({*trace.prompt_ids, *first}, -1))
 
     @property
     def rounds(self) -> int:
@@ -284,7 +284,7 @@ class TraceWriter:
             raise ValueError(f"round {step.index} cannot follow {self.rounds} written rounds")
         record, arrays = to_record(step)
         try:
-            self._file.append(record | self._text_of(step.token_ids(), step.index), tracefile.pack_arrays(arrays))
+            self._file.append(record, self._text_of(step.token_ids(), step.index), tracefile.pack_arrays(arrays))
         except BaseException:  # also an interrupt: the next round must find the files at the last whole one
             self.truncate(step.index)
             raise
@@ -305,9 +305,10 @@ class TraceWriter:
 
     def _text_of(self, ids: set[int], round_index: int) -> dict[str, Any]:
         table = self._trace.token_text
-        new = sorted(i for i in ids if i not in self._described and i in table)
-        self._described |= dict.fromkeys(new, round_index)
-        return {"tokens": {str(i): tokens.to_json(table[i]) for i in new}} if new else {}
+        # the trace's own integers: equal ones would take 32 bytes each once more
+        new = {table[i].id: table[i] for i in sorted(ids.difference(self._described)) if i in table}
+        self._described.update(dict.fromkeys(new, round_index))
+        return {"tokens": {i: tokens.to_json(token) for i, token in new.items()}} if new else {}
 
 
 def _flatten(value: Any, name: str = "") -> dict[str, Any]:

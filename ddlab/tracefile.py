@@ -8,6 +8,7 @@ A blob is written before its line. What a round means is `trace.py`'s business; 
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -26,11 +27,16 @@ LINES, ARRAYS = "trace.jsonl", "rounds.bin"
 Record = dict[str, Any]
 Arrays = dict[str, np.ndarray]
 
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
 
 class FolderWriter:
-    """Writes a header at once, then a round at a time. Raises FileExistsError on a foreign folder."""
+    """Writes a header at once, then a round at a time. Raises FileExistsError on a foreign folder.
 
-    def __init__(self, path: Path, header: Record) -> None:
+    Of a line, `record` is made plain (see `plain`); `ready`, the larger part where tokens are new, is so already.
+    """
+
+    def __init__(self, path: Path, header: Record, ready: Record) -> None:
         refuse_foreign(path)
         path.mkdir(parents=True, exist_ok=True)
         (path / LINES).unlink(missing_ok=True)  # first, so that no old line ever points into new arrays
@@ -38,16 +44,16 @@ class FolderWriter:
         self._arrays = (path / ARRAYS).open("wb", buffering=0)
         self._lines = (path / LINES).open("wb", buffering=0)
         # bytes of both files after the header and after each round
-        self._ends = [(self._put({"schema_version": SCHEMA_VERSION} | header), 0)]
+        self._ends = [(self._put({"schema_version": SCHEMA_VERSION} | header, ready), 0)]
 
     @property
     def rounds(self) -> int:
         return len(self._ends) - 1
 
-    def append(self, record: Record, blob: bytes) -> None:
+    def append(self, record: Record, ready: Record, blob: bytes) -> None:
         lines_end, offset = self._ends[-1]
         _write_all(self._arrays, blob)  # before the line that points to it
-        written = self._put(record | {"offset": offset, "length": len(blob)})
+        written = self._put(record, ready | {"offset": offset, "length": len(blob)})
         self._ends.append((lines_end + written, offset + len(blob)))
 
     def truncate(self, rounds: int) -> None:
@@ -70,8 +76,8 @@ class FolderWriter:
             if hasattr(self, name):
                 getattr(self, name).close()
 
-    def _put(self, record: Record) -> int:
-        line = json.dumps(plain(record), separators=(",", ":"), allow_nan=False).encode("utf-8") + b"\n"
+    def _put(self, record: Record, ready: Record) -> int:
+        line = _JSON.encode(plain(record) | ready).encode("utf-8") + b"\n"
         _write_all(self._lines, line)
         return len(line)
 
@@ -147,7 +153,26 @@ def refuse_foreign(path: Path) -> None:
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
-    return safetensors.save({name: _narrow(np.asarray(array)) for name, array in arrays.items()})
+    """What `safetensors.save` makes of the narrowed arrays, byte for byte."""
+    narrow = {name: _narrow(np.asarray(array)) for name, array in arrays.items()}
+    head, order = _head(tuple((name, array.dtype, array.shape) for name, array in narrow.items()))
+    return head + b"".join([narrow[name].astype(dtype, copy=False).tobytes() for name, dtype in order])
+
+
+@functools.lru_cache(maxsize=64)
+def _head(kinds: tuple[tuple[str, np.dtype, tuple[int, ...]], ...]) -> tuple[bytes, list[tuple[str, np.dtype]]]:
+    """What stands before the arrays in a blob, and their order and types in it.
+
+    Names, types and shapes alone decide on it, and rounds repeat theirs: half the work of `safetensors.save`.
+    """
+    blob = safetensors.save({name: np.zeros(shape, dtype) for name, dtype, shape in kinds})
+    end = 8 + int.from_bytes(blob[:8], "little")
+    places = {name: place["data_offsets"] for name, place in json.loads(blob[8:end]).items()}
+    order = sorted(kinds, key=lambda kind: places[kind[0]])
+    return blob[:end], [(name, dtype.newbyteorder("<")) for name, dtype, _ in order]
+
+
+_INTEGERS = [(np.dtype(f"i{size}"), -(1 << 8 * size - 1), (1 << 8 * size - 1) - 1) for size in (1, 2, 4, 8)]
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
@@ -155,8 +180,7 @@ def _narrow(array: np.ndarray) -> np.ndarray:
     if array.dtype.kind != "i" or array.size == 0:
         return np.ascontiguousarray(array)
     low, high = int(array.min()), int(array.max())
-    fits = (d for d in (np.int8, np.int16, np.int32) if np.iinfo(d).min <= low and high <= np.iinfo(d).max)
-    return np.ascontiguousarray(array, next(fits, np.int64))
+    return np.ascontiguousarray(array, next(d for d, lowest, most in _INTEGERS if lowest <= low and high <= most))
 
 
 def plain(value: Any) -> Any:

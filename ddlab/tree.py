@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _GRID = 2.0**38
 _LOWEST = float(np.finfo(np.float64).min)  # a floor that every score but -inf reaches
+_FEW = 128  # tokens of each depth that even a tree of thousands of nodes seldom goes beyond
 _DETOURS = 32  # nodes beside the greedy path from which the first estimate of the floor looks further
 
 
@@ -64,7 +65,7 @@ class DraftTree:
         Raises ValueError for a negative budget, and for NaN or +inf in the logits, naming the row.
         """
         budget = _checked_budget(len(logits) if budget is None else budget)
-        return grow(*top_tokens(logits, budget), budget, root_token=root_token)
+        return best_first(lambda k: top_tokens(logits, k), budget, root_token=root_token)
 
     @classmethod
     def chain(cls, logits: Any, *, root_token: int = -1) -> DraftTree:
@@ -191,8 +192,28 @@ class DraftTree:
 _LITERAL = {code: chr(0x2400 + code) for code in range(32)} | {127: "␡", ord("&"): "&amp;"}
 
 
+def best_first(top: Callable[[int], tuple[np.ndarray, np.ndarray]], budget: int, *, root_token: int = -1) -> DraftTree:
+    """``DraftTree.best_first`` from ``top``, k -> ``top_tokens(logits, k)``.
+
+    Large trees are deep rather than wide: few columns are asked for first, and more only where the tree may need them.
+    """
+    if budget > 2 * _FEW:
+        ids, log_probs = top(_FEW)
+        tree = _grow(ids, log_probs, budget, root_token, all_there=ids.shape[1] < _FEW)
+        if tree is not None:
+            return tree
+    return grow(*top(budget), budget, root_token=root_token)
+
+
 def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int = -1) -> DraftTree:
-    """``DraftTree.best_first`` from what ``top_tokens(logits, k)`` returns, k >= budget.
+    """The ``budget`` most probable prefixes of tokens among those given, as ``top_tokens`` returns them."""
+    tree = _grow(ids, log_probs, budget, root_token, all_there=True)
+    assert tree is not None
+    return tree
+
+
+def _grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, root_token: int, *, all_there: bool) -> DraftTree | None:
+    """The same; None where tokens beyond those given may be among the best, unless all are there.
 
     Level by level, each in path order, go on with the prefixes that may be among the best: those that reach
     a floor under the ``budget``-th best score. Levels come shallow first, so a stable sort by score does the
@@ -208,32 +229,46 @@ def grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, *, root_token: int
     greedy = np.concatenate(([0.0], log_probs[:, 0].cumsum()))  # [depth + 1] scores of the greedy path
     once = greedy[:-1, None] + log_probs  # [depth, k] scores of the greedy path to a depth, then any token
     floor = _score_floor(greedy, once, budget)
-    widths = np.count_nonzero(once >= floor, axis=1).tolist()  # no parent does better than the greedy path
+    if not all_there and np.any(once[:, -1] >= floor):  # no parent does better than the greedy path
+        return None
+    widths = np.count_nonzero(once >= floor, axis=1).tolist()
     score = np.zeros(1)  # of the level's prefixes; at first of the root
-    levels = [(score, np.array([0]), np.array([-1]))]  # score, parent (numbered through the levels), rank
-    seen = 1
+    scores, parents, ranks = [score], [np.array([-1])], [np.array([-1])]  # parents are numbered through the levels
+    seen, most = 1, budget + budget // 4
     for row_ids, row, width in zip(ids, log_probs, widths, strict=True):
-        ranks = row_ids[:width].argsort()  # by id, which leaves the children in path order
-        living = (score + row[0] >= floor).nonzero()[0]
-        total = (score[living, None] + row[ranks]).ravel()  # [living * width]
-        children = (total >= floor).nonzero()[0]
-        if not children.size:
+        order = row_ids[:width].argsort()  # by id, which leaves the children in path order
+        total = np.add.outer(score, row[order])  # [level, width]
+        above, column = (total >= floor).nonzero()
+        if not above.size:
             break
-        above, column = np.divmod(children, width)
-        parent, score = living[above] + (seen - score.size), total[children]
-        levels.append((score, parent, ranks[column]))
+        parents.append(above + (seen - score.size))
+        score = total[above, column]
+        scores.append(score)
+        ranks.append(order[column])
         seen += score.size
-        if seen > 2 * budget:  # prefixes with many detours: the floor was low
-            floor = max(floor, _nth_best(np.concatenate([level[0] for level in levels[1:]]), budget))
-    score, parent, rank = (np.concatenate(column) for column in zip(*levels, strict=True))
-    order = np.argsort(-score, kind="stable")[: budget + 1]  # the root stays first: no score is above its 0
+        if seen > most:  # prefixes with many detours: the floor was low
+            floor = max(floor, _nth_best(np.concatenate(scores[1:]), budget))
+            most = seen + budget // 4
+    depth = np.arange(len(scores)).repeat([level.size for level in scores])
+    score, parent, rank = (np.concatenate(levels) for levels in (scores, parents, ranks))
+    order = _best_first(score)[: budget + 1]  # the root stays first: no score is above its 0
     place = np.zeros(seen, np.int64)
     place[order] = np.arange(order.size)
-    parents, rank = place[parent[order]], rank[order]
-    depth = np.arange(len(levels)).repeat([len(level[0]) for level in levels])[order]
+    places, rank, depth = place[parent[order]], rank[order], depth[order]
     tokens = np.full(order.size, root_token)
-    parents[0], tokens[1:] = -1, ids[depth[1:] - 1, rank[1:]]
-    return DraftTree(tokens, parents, depth, score[order], rank)
+    places[0], tokens[1:] = -1, ids[depth[1:] - 1, rank[1:]]
+    return DraftTree(tokens, places, depth, score[order], rank)
+
+
+def _best_first(score: np.ndarray) -> np.ndarray:
+    """A stable order by falling score. Scores are whole multiples of 1 / _GRID, so it is a sort of integers."""
+    bits = score.size.bit_length()
+    if -score.min() >= 2.0 ** (62 - bits) / _GRID:
+        return np.argsort(-score, kind="stable")
+    keys = (score * -_GRID).astype(np.int64) << bits | np.arange(score.size)
+    keys.sort()
+    order: np.ndarray = keys & ((1 << bits) - 1)
+    return order
 
 
 def _score_floor(greedy: np.ndarray, once: np.ndarray, budget: int) -> float:

@@ -2,7 +2,8 @@
 
 Prints, for peaky and flat drafts, median milliseconds of the top-k (on the GPU where there is one) and of
 what comes after it: ``ddlab.tree.grow``, and a plain heap over the same arrays. ``--cuda`` instead holds the ways to
-read a vocabulary on the GPU to each other: the top-k of a draft, and what is read of a verify's logits.
+read a vocabulary on the GPU to each other: the top-k of a draft (called, and captured as the graph engine launches it,
+alone and with the tree grown from it), and what is read of a verify's logits.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ddlab.sampling import Sampling, two_best
-from ddlab.tree import grow, largest, top_tokens
+from ddlab.sampling import Sampling, _read_from_device, two_best
+from ddlab.tree import best_first, grow, largest, packed_top, top_tokens
 
 DEPTH, VOCAB = 15, 248_320
 DRAFTS = {"peaky": (3.5, 1.6), "flat": (1.6, 0.9)}
 BUDGETS = (16, 64, 256, 512, 1024)
+CUDA_BUDGETS = (64, 256, 512)
+ROWS = (1, 65, 257, 513)  # of a verify
 REPEATS = 30
 
 
@@ -125,55 +128,112 @@ def total(scores: torch.Tensor) -> torch.Tensor:
     return (scores - scores.amax(-1, keepdim=True)).exp_().sum(-1).log()
 
 
+class Launched:
+    """A form of ``packed_top`` that writes to a buffer, captured in a CUDA graph for each n; on a CPU just called."""
+
+    def __init__(self, form: Callable[[torch.Tensor, int, torch.Tensor], object], logits: torch.Tensor):
+        self.form, self.logits = form, logits
+        self.launches: dict[int, tuple[Callable[[], object], torch.Tensor]] = {}
+
+    def launch(self, n: int) -> torch.Tensor:
+        if n not in self.launches:
+            out = torch.zeros(len(self.logits), 2 + 2 * n, device=self.logits.device)
+            self.launches[n] = self.captured(lambda: self.form(self.logits, n, out)), out
+        launch, out = self.launches[n]
+        launch()
+        return out
+
+    def __call__(self, n: int) -> np.ndarray:
+        packed: np.ndarray = self.launch(n).cpu().numpy()
+        return packed
+
+    def captured(self, run: Callable[[], object]) -> Callable[[], object]:
+        if self.logits.device.type == "cpu":
+            return run
+        run()  # compiles
+        synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+
+def compare_tops(logits: torch.Tensor, budget: int) -> None:
+    from ddlab.fast import top
+
+    n = budget + budget // 8 + 8
+    expected = logits.topk(n).values
+    widths = [w for w in (16, 32, 64, 128, 256) if n <= logits.shape[1] // w]
+    for width in widths:
+        assert torch.equal(largest(logits, n, width)[0], expected)
+    assert torch.equal(top_by_threshold(logits, n, 32)[0], expected)
+    plain = Launched(lambda logits, n, out: out.copy_(packed_top(logits, n)), logits)
+    kernels = Launched(top.packed_top, logits)
+    for packed in (plain.launch(n), kernels.launch(n)):
+        assert torch.equal(packed[:, 2 : 2 + n], expected)
+        assert torch.equal(logits.gather(1, packed[:, 2 + n :].long()), expected)
+    table(
+        {"torch.topk": lambda: logits.topk(n)}
+        | {f"blocks of {w}": lambda w=w: largest(logits, n, w) for w in widths}
+        | {
+            "floor of blocks of 32": lambda: top_by_threshold(logits, n, 32),
+            "ddlab: largest": lambda: largest(logits, n),
+            "ddlab: top_tokens, with the normaliser and the transfer": lambda: top_tokens(logits, budget),
+            "ddlab: top_tokens and grow": lambda: best_first(lambda k: top_tokens(logits, k), budget),
+            "launched: packed_top, plain": lambda: plain.launch(n),
+            "launched: packed_top, kernels": lambda: kernels.launch(n),
+            "launched: top_tokens and grow, plain": lambda: best_first(lambda k: top_tokens(logits, k, plain), budget),
+            "launched: top_tokens and grow, kernels": lambda: best_first(
+                lambda k: top_tokens(logits, k, kernels), budget
+            ),
+        }
+    )
+
+
+def compare_choices(scores: torch.Tensor) -> None:
+    from ddlab.fast import choice
+
+    rows, vocab = scores.shape
+    positions = np.arange(rows)
+    asked = positions[:-1], np.random.default_rng(0).integers(0, vocab, rows - 1)
+    every, ids = np.concatenate([positions, asked[0]]), asked[1]
+    nodes_there, ids_there = (torch.from_numpy(array).to(scores.device) for array in asked)
+    for mine, plain in zip(two_best(scores), two_best_in_place(scores), strict=True):
+        assert torch.equal(mine, plain)
+    both = (read(scores, scores, every, ids) for read in (choice.read, _read_from_device))
+    for mine, plain in zip(*both, strict=True):
+        np.testing.assert_allclose(mine, plain, rtol=1e-5)
+    table(
+        {
+            "argmax and topk(2)": lambda: (scores.argmax(-1), scores.topk(2)),
+            "two_best by blocks": lambda: two_best(scores),
+            "two_best in place": lambda: two_best_in_place(scores),
+            "normaliser: log_softmax": lambda: torch.log_softmax(scores, -1).amax(-1),
+            "normaliser: sub, exp_, sum": lambda: total(scores),
+            "normaliser: logsumexp": lambda: torch.logsumexp(scores, -1),
+            "all, plainly": lambda: read_plainly(scores, nodes_there, ids_there),
+            "ddlab: all, plain": lambda: _read_from_device(scores, scores, every, ids),
+            "ddlab: all, kernels": lambda: choice.read(scores, scores, every, ids),
+            "ddlab: Sampling.choose, kernels": lambda: Sampling().choose(
+                scores, positions, lambda node: [], asked, choice.read
+            ),
+        }
+    )
+
+
 def on_cuda(device: str = "cuda") -> None:
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else device}, median ms of {REPEATS}")
     for name, exponents in DRAFTS.items():
         logits = draft_logits(*exponents).to(device)
-        for budget in (16, 64, 512):
-            n = budget + budget // 8 + 8
-            expected = logits.topk(n).values
-            print(f"\n{name} draft [{DEPTH}, {VOCAB}], budget {budget}: the {n} largest of each row")
-            widths = [w for w in (16, 32, 64, 128, 256) if n <= VOCAB // w]
-            for width in widths:
-                assert torch.equal(largest(logits, n, width)[0], expected)
-            assert torch.equal(top_by_threshold(logits, n, 32)[0], expected)
-            table(
-                {"torch.topk": lambda logits=logits, n=n: logits.topk(n)}
-                | {f"blocks of {w}": lambda logits=logits, n=n, w=w: largest(logits, n, w) for w in widths}
-                | {
-                    "floor of blocks of 32": lambda logits=logits, n=n: top_by_threshold(logits, n, 32),
-                    "ddlab: largest": lambda logits=logits, n=n: largest(logits, n),
-                    "ddlab: top_tokens, with the normaliser and the transfer": (
-                        lambda logits=logits, budget=budget: top_tokens(logits, budget)
-                    ),
-                    "ddlab: top_tokens and grow": (
-                        lambda logits=logits, budget=budget: grow(*top_tokens(logits, budget), budget)
-                    ),
-                }
-            )
+        for kind, rounded in (("float32", logits), ("rounded to bfloat16", logits.bfloat16().float())):
+            for budget in CUDA_BUDGETS:
+                n = budget + budget // 8 + 8
+                print(f"\n{name} draft [{DEPTH}, {VOCAB}], {kind}, budget {budget}: the {n} largest of each row")
+                compare_tops(rounded, budget)
     noise = torch.Generator().manual_seed(0)
-    for rows in (1, 65, 257):
-        scores = torch.randn(rows, VOCAB, generator=noise).mul_(3).to(device)
-        nodes, ids = torch.arange(rows - 1), torch.randint(VOCAB, (rows - 1,), generator=noise)
-        asked, positions = (nodes.numpy(), ids.numpy()), np.arange(rows)
-        nodes, ids = nodes.to(device), ids.to(device)
+    for rows in ROWS:
         print(f"\nlogits of a verify [{rows}, {VOCAB}]")
-        for mine, plain in zip(two_best(scores), two_best_in_place(scores), strict=True):
-            assert torch.equal(mine, plain)
-        table(
-            {
-                "argmax and topk(2)": lambda scores=scores: (scores.argmax(-1), scores.topk(2)),
-                "two_best by blocks": lambda scores=scores: two_best(scores),
-                "two_best in place": lambda scores=scores: two_best_in_place(scores),
-                "normaliser: log_softmax": lambda scores=scores: torch.log_softmax(scores, -1).amax(-1),
-                "normaliser: sub, exp_, sum": lambda scores=scores: total(scores),
-                "normaliser: logsumexp": lambda scores=scores: torch.logsumexp(scores, -1),
-                "all, plainly": lambda scores=scores, nodes=nodes, ids=ids: read_plainly(scores, nodes, ids),
-                "ddlab: Sampling.choose": lambda scores=scores, positions=positions, asked=asked: Sampling().choose(
-                    scores, positions, lambda node: [], asked
-                ),
-            }
-        )
+        compare_choices(torch.randn(rows, VOCAB, generator=noise).mul_(3).to(device))
 
 
 def main() -> None:

@@ -474,7 +474,7 @@ LEGALITY: list[tuple[str, dict[str, Any], str | None]] = [
     ("flash_attention_3", {"kind": "draft"}, "a drafted block needs one"),
     ("flash_attention_3", {"kind": "step"}, None),
     ("flash_attention_3", {"kind": "step", "device": "cpu"}, "does not run on cpu"),
-    ("flash_attention_4", {"kind": "step"}, "head sizes up to 128"),
+    ("flash_attention_4", {"kind": "step", "head_dim": 512}, "head sizes up to 256"),
     ("flash_attention_4", {"kind": "step", "head_dim": 64, "sinks": True}, None),
 ]
 

@@ -193,7 +193,7 @@ def test_changed_weights_are_seen():
     [("gpt_oss", "not GptOssDecoderLayer"), ("qwen3_moe", "not Qwen3MoeDecoderLayer"), ("gemma3", "Gemma3")],
 )
 def test_what_it_cannot_run_is_refused_with_the_cure(kind, said):
-    pair = ddlab.Pair(models.target(kind))
+    pair = ddlab.Pair(models.target(kind).to(DEVICE))
     with pytest.raises(ValueError, match=f"{said}.*Use engine='eager'"):
         ddlab.Decoder(pair, method="ar", engine="graph")
     assert ddlab.Decoder(pair, method="ar").engine == "eager"

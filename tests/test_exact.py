@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import models
 import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import parent_lists, scripted, tree_of
+from torch.overrides import TorchFunctionMode
 
-from ddlab.audit import audit, band
+from ddlab.audit import OWN_ROUNDINGS, audit, band
 from ddlab.decode import Decoder
 from ddlab.oracle import Reader, path_logits
 from ddlab.pair import Pair
 from ddlab.sampling import Sampling
+from ddlab.tree import DraftTree
 from ddlab.verify import TargetState
 
 BLOCK, NEW = 6, 10
@@ -26,7 +30,11 @@ BLOCK, NEW = 6, 10
 
 @lru_cache
 def pair_of(kind: str, dtype: torch.dtype = torch.float32) -> Pair:
-    return Pair(models.target(kind, dtype=dtype))
+    if dtype != torch.float64:
+        return Pair(models.target(kind, dtype=dtype))
+    target = models.fresh_target(kind, dtype)
+    target.set_experts_implementation("eager")  # the grouped product knows no float64
+    return Pair(target)
 
 
 def plain_text(pair: Pair, prompt: list[int], n: int, sampling: Sampling) -> list[int]:
@@ -44,18 +52,64 @@ def worst(got: torch.Tensor, right: torch.Tensor) -> float:
     return float(((got - right).abs().amax(-1) / right.abs().amax(-1)).max())
 
 
+class Float64(TorchFunctionMode):
+    """Inside, what Transformers does in float32 whatever the model's dtype (norms, softmax, delta rule) is float64."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        wide = {torch.float32: torch.float64}
+        args = tuple(wide.get(x, x) if isinstance(x, torch.dtype) else x for x in args)
+        kwargs = {k: wide.get(x, x) if isinstance(x, torch.dtype) else x for k, x in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+def true_logits(kind: str, text: list[int], tree: DraftTree) -> torch.Tensor:
+    """Path replay of the same target in float64 throughout: what float32 rounds."""
+    with Float64():
+        return path_logits(pair_of(kind, torch.float64), text, tree)
+
+
+def own_rounding(kind: str, text: list[int], tree: DraftTree, right: torch.Tensor, draws: int = 8) -> float:
+    """How far the target's logits move, in float64, when all that its modules hand on moves by one float32 ulp.
+
+    A random target can be ill-conditioned: where a query is orthogonal to its key, the delta rule's output is nearly
+    zero, and the norm behind it scales up its rounding. No way of computing such a target in float32 does better.
+    """
+    moved = []
+    for seed in range(draws):
+        noise = torch.Generator().manual_seed(seed)
+
+        def rounded(module: Any, given: Any, out: Any, noise: torch.Generator = noise) -> Any:
+            if not isinstance(out, torch.Tensor):
+                return out
+            return out * (1 + torch.finfo(torch.float32).eps * torch.randn(out.shape, generator=noise).sign())
+
+        hook = torch.nn.modules.module.register_module_forward_hook(rounded)
+        try:
+            moved.append(worst(true_logits(kind, text, tree), right))
+        finally:
+            hook.remove()
+    return max(moved)
+
+
 @pytest.mark.parametrize("kind", models.KINDS)
 @settings(max_examples=30, derandomize="CI" in os.environ)  # elsewhere new examples every time
-@given(data=st.data())
-def test_text_is_plain_decoding_and_every_node_is_path_replay(kind: str, data: st.DataObject) -> None:
+@given(
+    prompt=st.lists(st.integers(3, models.VOCAB - 5), min_size=1, max_size=14),
+    drafter=st.sampled_from(["oracle", "adversarial", "mixed", "random"]),
+    method=st.sampled_from(["dflash", "ddtree"]),
+    budget=st.integers(0, 64),
+    depth=st.integers(0, BLOCK),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 99),
+)
+@example(  # hybrid8 is ill-conditioned here: float32's rounding moves a logit by 1e-4 of the largest
+    prompt=[60, 4, 69], drafter="oracle", method="ddtree", budget=3, depth=1, temperature=0.0, seed=31
+)
+def test_text_is_plain_decoding_and_every_node_is_path_replay(
+    kind: str, prompt: list[int], drafter: str, method: str, budget: int, depth: int, temperature: float, seed: int
+) -> None:
     pair = pair_of(kind)
-    prompt = data.draw(st.lists(st.integers(3, models.VOCAB - 5), min_size=1, max_size=14), label="prompt")
-    drafter = data.draw(st.sampled_from(["oracle", "adversarial", "mixed", "random"]), label="drafter")
-    method = data.draw(st.sampled_from(["dflash", "ddtree"]), label="method")
-    budget = data.draw(st.integers(0, 64), label="budget")
-    depth = data.draw(st.integers(0, BLOCK), label="depth")
-    temperature = data.draw(st.sampled_from([0.0, 1.0]), label="temperature")
-    seed = data.draw(st.integers(0, 99), label="seed")
     text = plain_text(pair, prompt, NEW + BLOCK, Sampling(temperature, seed))
 
     decoder = Decoder(
@@ -68,8 +122,9 @@ def test_text_is_plain_decoding_and_every_node_is_path_replay(kind: str, data: s
     while not decoder.finished:
         before = decoder.ids
         step = decoder.step()
-        replayed = path_logits(pair, before[:-1], step.tree)
-        assert worst(seen["logits"], replayed) < 1e-4
+        right = true_logits(kind, before[:-1], step.tree)
+        error = worst(seen["logits"], right)
+        assert error < 1e-4 or error < OWN_ROUNDINGS * own_rounding(kind, before[:-1], step.tree, right)
         if drafter == "oracle" and method == "dflash" and step.stop_reason != "length":
             assert step.accepted == depth
         if drafter == "adversarial":
@@ -78,18 +133,19 @@ def test_text_is_plain_decoding_and_every_node_is_path_replay(kind: str, data: s
     assert decoder.output_ids == decoder.trace.output_ids
 
 
-@pytest.mark.parametrize("kind", ["dense", "swa", "llama", "tied"])
+@pytest.mark.parametrize("kind", models.KINDS)
 @given(parents=parent_lists(40), seed=st.integers(0, 2**16), length=st.integers(1, 30))
 @settings(max_examples=25)
-def test_dense_node_logits_in_float64_are_path_replay_to_1e_8(
-    kind: str, parents: list[int], seed: int, length: int
-) -> None:
-    pair = pair_of(kind, torch.float64)
+def test_node_logits_in_float64_are_path_replay_to_1e_8(kind: str, parents: list[int], seed: int, length: int) -> None:
     text = np.random.default_rng(seed).integers(0, models.VOCAB, length).tolist()
-    state = TargetState(pair)
-    state.prefill(text)
-    tree = tree_of(parents, seed, models.VOCAB)
-    assert worst(state.verify(tree), path_logits(pair, text, tree)) < 1e-8
+    state = TargetState(pair_of(kind, torch.float64))
+    with Float64():
+        state.prefill(text)
+        for tree in (tree_of(parents, seed, models.VOCAB), tree_of(parents, seed + 1, models.VOCAB)):
+            assert worst(state.verify(tree), true_logits(kind, text, tree)) < 1e-8
+            path = tree.path(len(tree) - 1)
+            state.commit(path)
+            text = [*text, *tree.tokens[path].tolist()]
 
 
 @pytest.mark.parametrize("kind", ["dense", "swa", "hybrid", "vlm", "qwen3_5_moe", "qwen3_next", "gpt_oss"])
@@ -134,8 +190,6 @@ def test_a_sibling_is_invisible_to_nodes_that_do_not_descend_from_it() -> None:
     state = TargetState(pair)
     state.prefill([1, 2, 3])
     parents = [-1, 0, 0, 2]
-    from ddlab.tree import DraftTree
-
     reference = None
     for token in range(20, 40):
         logits = state.verify(DraftTree.from_parents([9, token, 11, 12], parents))[[0, 2, 3]]

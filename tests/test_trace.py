@@ -121,6 +121,36 @@ def test_arrays_come_back_with_their_types(tmp_path):
         np.testing.assert_array_equal(getattr(loaded.tree, name), getattr(step.tree, name))
 
 
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=3),
+        st.tuples(
+            st.sampled_from(["i1", "<i4", "<i8", ">i2", ">f8", "<f4", "?", "u1", ">u4"]),
+            st.lists(st.integers(0, 3), max_size=3),
+            st.integers(0, 40),
+        ),
+        max_size=6,
+    ).filter(lambda kinds: "__metadata__" not in kinds)
+)
+@settings(deadline=None)
+def test_a_blob_is_what_safetensors_makes_of_the_narrowest_integers(kinds):
+    from safetensors import numpy as safetensors
+
+    def random(dtype, shape, bits):
+        return np.random.default_rng(0).integers(0, 2**bits, shape).astype(dtype).T
+
+    arrays = {name: random(*kind) for name, kind in kinds.items()}
+    narrow = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        if array.dtype.kind == "i" and array.size:
+            lowest = min(int(array.min()), -1 - int(array.max()))  # negative, so of a signed type
+            narrow[name] = np.ascontiguousarray(array, np.min_scalar_type(lowest))
+    blob = tracefile.pack_arrays(arrays)
+    assert blob == safetensors.save(narrow)
+    for name, array in safetensors.load(blob).items():
+        np.testing.assert_array_equal(array, np.atleast_1d(arrays[name]))
+
+
 @pytest.mark.parametrize("field", ["margin", "target_choice", "draft_ids"])
 def test_steps_that_differ_in_one_number_are_not_equal(field):
     step = make_step(0, 0)

@@ -127,6 +127,7 @@ def test_best_first_equals_a_plain_heap_on_wide_drafts(spread, step):
             expected = heap_best_first(ids, log_probs, budget)
             for found, right in zip((tree.parents, tree.depth, tree.log_prob, tree.rank), expected, strict=True):
                 assert np.array_equal(found, right)
+            assert DraftTree.best_first(logits, budget) == tree  # looks at fewer columns first
 
 
 @given(drafts(), st.integers(0, 60), st.integers(0, 60))

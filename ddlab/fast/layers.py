@@ -19,7 +19,7 @@ from ddlab.delta import TreeRows, tree_delta_rule
 from ddlab.fast.attention import commit_rows, norm_rotate_store, tree_attention
 from ddlab.fast.delta import DELTA_ROWS, START, commit_state, commit_window, tree_conv_silu, tree_delta
 from ddlab.fast.norms import add_rms_norm, gated_rms_norm, silu_mul
-from ddlab.tree import packed_top
+from ddlab.fast.top import packed_top
 
 if TYPE_CHECKING:
     from ddlab.pair import Pair
@@ -318,8 +318,9 @@ class DraftForward:
 
     def run_top(self, n: int) -> None:
         """`packed_top` of the block's logits."""
-        packed = packed_top(self.logits, n)
-        self.tops.setdefault(n, torch.zeros_like(packed)).copy_(packed)
+        if n not in self.tops:
+            self.tops[n] = self.logits.new_zeros(len(self.logits), 2 + 2 * n)
+        packed_top(self.logits, n, self.tops[n])
 
     def address_context(self, features: Tensor, context: int) -> None:
         """features [m, taps * hidden] of at most a block of new tokens."""
