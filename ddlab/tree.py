@@ -334,7 +334,7 @@ def top_tokens(logits: Any, k: int, read: Callable[[int], np.ndarray] | None = N
             break
         n *= 4  # more equals of the k-th may follow
     differ = log_probs[:, 1:] != log_probs[:, :-1]
-    if not differ.all():
+    if not (differ | (ids[:, 1:] > ids[:, :-1])).all():
         run = np.zeros((depth, n), np.int64)  # numbers the runs of equals
         np.cumsum(differ, axis=1, out=run[:, 1:])
         ids = np.sort(run * vocab + ids, axis=1) - run * vocab
