@@ -26,7 +26,7 @@ _EXPORTS = {
     "Walk": "sampling",
     "advise": "advice",
     "audit": "audit",
-    "calibrate": "calibration",
+    "calibrate": "costs.calibration",
     "compare": "compare",
     "doctor": "doctor",
     "generate": "decode",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ddlab.cost import CostModel
-from ddlab.counterfactual import ENDS, ORACLES, Way, ways_of
+from ddlab.costs.counterfactual import ENDS, ORACLES, Way, ways_of
+from ddlab.costs.model import CostModel
 from ddlab.intervals import Estimate, estimate, is_short, paired, resampled_means
 
 if TYPE_CHECKING:
@@ -158,9 +158,9 @@ def advise(replayed: Sequence[Replayed], cost: CostModel, budgets: Sequence[int]
     """The best budget, for all prompts and for each kind of them, and what limits it. Nothing is decoded.
 
     Args:
-        replayed: one recording a prompt, see `ddlab.results.Sweep.replays`. Texts that are too short (`is_short`) are
-            left out and counted.
-        cost: of this machine, see `ddlab.cost.calibrate`.
+        replayed: one recording a prompt, see `ddlab.sweeps.results.Sweep.replays`. Texts that are too short
+            (`is_short`) are left out and counted.
+        cost: of this machine, see `ddlab.calibrate`.
         budgets: of trees; None: those that the cost model was measured at and the replays have candidates for.
 
     Raises:

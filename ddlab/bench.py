@@ -14,11 +14,11 @@ bytes. A *spread* is ``{"median", "p10", "p90", "n"}``: n rounds stand behind it
   included), tokens (that the round brought), seconds {draft, tree, verify, accept, commit, record, round: spreads},
   floor (seconds), peak_bytes (null: not known). Every repeat is the same round: it is undone after it was timed.
   record: what a round takes beyond its phases, mostly to keep the trace;
-* ``simulated``: runs with scripted acceptance (see `ddlab.scripted`): label "SIMULATED", engine, method, budget,
-  prefix, script {tau or probabilities}, expected and tokens_per_round (reached), rounds, tokens, seconds,
+* ``simulated``: runs with scripted acceptance (see `ddlab.benching.scripted`): label "SIMULATED", engine, method,
+  budget, prefix, script {tau or probabilities}, expected and tokens_per_round (reached), rounds, tokens, seconds,
   tokens_per_second;
-* ``cost``: by engine with two budgets or more, a model that `ddlab.cost.CostModel.from_dict` takes;
-* ``trace_cost``: see `ddlab.trace_cost`; null where it was not asked for.
+* ``cost``: by engine with two budgets or more, a model that `ddlab.costs.model.CostModel.from_dict` takes;
+* ``trace_cost``: see `ddlab.benching.trace_cost`; null where it was not asked for.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ddlab.calibration import TEXT, typical
-from ddlab.cost import PHASES, CostModel
-from ddlab.floor import copy_bandwidth, floor_seconds, machine_facts, pair_facts, spread, weight_bytes
+from ddlab.benching.floor import copy_bandwidth, floor_seconds, machine_facts, pair_facts, spread, weight_bytes
+from ddlab.benching.scripted import SIMULATED, Script
+from ddlab.costs.calibration import TEXT, typical
+from ddlab.costs.model import PHASES, CostModel
 from ddlab.names import one_of
-from ddlab.scripted import SIMULATED, Script
 from ddlab.trace import new_header
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Bench:
 
     def to_text(self) -> str:
         """The tables, in markdown."""
-        from ddlab.bench_table import tables  # reads what this module writes
+        from ddlab.benching.table import tables  # reads what this module writes
 
         return tables(self.data)
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddlab import bench_command, compare_command, doctor_command, sweep_command
+from ddlab.commands import bench, compare, doctor, sweep
 
 if TYPE_CHECKING:  # torch is loaded when a command runs, so that --help is there at once
     from ddlab.pair import Pair
@@ -244,10 +244,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("--out", metavar="FILE", default="report.html", help="where to write it (default: report.html)")
     new = functools.partial(_command, commands)
-    compare_command.add(new, PROMPT)
-    doctor_command.add(new)
-    sweep_command.add(new, METHODS)
-    bench_command.add(new, METHODS)
+    compare.add(new, PROMPT)
+    doctor.add(new)
+    sweep.add(new, METHODS)
+    bench.add(new, METHODS)
     return parser
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ddlab.draft_cache import DraftCache
 from ddlab.names import one_of
-from ddlab.tree import top_tokens
+from ddlab.top import top_tokens
 from ddlab.verify import TargetState
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class EagerEngine:
         return self.pair.propose(drafts, anchor)
 
     def top_tokens(self, logits: Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """`ddlab.tree.top_tokens`."""
+        """`ddlab.top.top_tokens`."""
         return top_tokens(logits, k)
 
     def ingest(self, drafts: DraftCache, features: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddlab.draft_cache import DraftCache
 from ddlab.fast import choice, layers
-from ddlab.tree import top_tokens
+from ddlab.top import top_tokens
 from ddlab.verify import Committed, TargetState
 
 if TYPE_CHECKING:

@@ -25,9 +25,10 @@ from ddlab.oracle import plain_logits
 from ddlab.record import describe_pair
 from ddlab.sampling import Sampling, walk
 from ddlab.tokens import Token, describe
+from ddlab.top import top_tokens
 from ddlab.trace import Mean, Trace
 from ddlab.tracefile import plain
-from ddlab.tree import DraftTree, top_tokens
+from ddlab.tree import DraftTree
 
 if TYPE_CHECKING:
     import pandas

@@ -15,7 +15,7 @@ from ddlab.views import acceptance, aligned, data, front, page, path, rounds, se
 from ddlab.views.replayed import replay_view
 
 if TYPE_CHECKING:
-    from ddlab.cost import CostModel
+    from ddlab.costs.model import CostModel
     from ddlab.replay import Replay
 
 

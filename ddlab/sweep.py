@@ -16,11 +16,11 @@ from ddlab.audit import band
 from ddlab.decode import METHODS, Decoder
 from ddlab.names import one_of
 from ddlab.oracle import plain_logits
-from ddlab.promptfile import Entry, as_entries, read_prompts
 from ddlab.record import describe_pair
-from ddlab.results import Sweep
 from ddlab.sampling import Sampling, gumbel_noise
-from ddlab.sweepfile import Spec, SweepFolder
+from ddlab.sweeps.promptfile import Entry, as_entries, read_prompts
+from ddlab.sweeps.results import Sweep
+from ddlab.sweeps.sweepfile import Spec, SweepFolder
 from ddlab.trace import TraceWriter, new_header
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def sweep(
 
     Args:
         folder: new, or a sweep of the same settings, prompts and pair.
-        prompts: a file of JSON lines (see `ddlab.promptfile`), strings, ``{"id", "kind", "prompt"}`` dicts, or None:
-            the 72 that come with ddlab.
+        prompts: a file of JSON lines (see `ddlab.sweeps.promptfile`), strings, ``{"id", "kind", "prompt"}`` dicts, or
+            None: the 72 that come with ddlab.
         budgets: of ddtree; the other methods have none.
         seeds: at temperature 0 only the first is run, because none changes anything there.
         progress: show runs done and time left on stderr.

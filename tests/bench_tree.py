@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from ddlab.sampling import Sampling, _read_from_device, two_best
-from ddlab.tree import best_first, grow, largest, packed_top, top_tokens
+from ddlab.top import largest, packed_top, top_tokens
+from ddlab.tree import best_first, grow
 
 DEPTH, VOCAB = 15, 248_320
 DRAFTS = {"peaky": (3.5, 1.6), "flat": (1.6, 0.9)}

@@ -17,8 +17,8 @@ from collections import Counter
 import numpy as np
 
 import ddlab
-from ddlab.promptfile import read_prompts
 from ddlab.replay import Replay, replay
+from ddlab.sweeps.promptfile import read_prompts
 from ddlab.trace import Trace
 
 TIE = 1e-4  # nats between two scores that float32 does not tell apart

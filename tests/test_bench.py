@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ddlab
-from ddlab import cli, floor, trace_cost
+from ddlab import cli
 from ddlab.bench import bench
+from ddlab.benching import floor, trace_cost
+from ddlab.benching.scripted import Script, accept_probability
+from ddlab.benching.shape import SHAPES, Shape, drafter_tensors, random_pair
 from ddlab.pair import Pair
-from ddlab.scripted import Script, accept_probability
-from ddlab.shape import SHAPES, Shape, drafter_tensors, random_pair
 from ddlab.tokens import Token
 
 TINY = Shape(
@@ -156,7 +157,7 @@ def test_the_floor_counts_what_a_step_reads() -> None:
 
 def test_the_cost_model_reads_the_json(tmp_path: Path) -> None:
     data = json.loads(measured().save(tmp_path / "bench.json").read_text("utf-8"))
-    from ddlab.cost import CostModel
+    from ddlab.costs.model import CostModel
 
     cost = CostModel.from_dict(data["cost"]["eager"])
     assert (cost.rows, cost.prefixes, cost.samples) == ((5, 21), (9, 30), 4)

@@ -17,12 +17,12 @@ from test_report import Page, small_step, trace_of
 import ddlab
 from ddlab import views
 from ddlab.advice import Advice, KindAdvice, Option, Oracle
-from ddlab.cost import CostModel
-from ddlab.cost_check import BudgetCheck, Check
-from ddlab.counterfactual import ENDS, ORACLES
+from ddlab.costs.check import BudgetCheck, Check
+from ddlab.costs.counterfactual import ENDS, ORACLES
+from ddlab.costs.model import CostModel
 from ddlab.intervals import Estimate
 from ddlab.pair import Pair
-from ddlab.results import Group
+from ddlab.sweeps.results import Group
 from ddlab.views import curves, depths, page, rates
 
 COST = CostModel.from_mapping({1: 0.02, 65: 0.05}, rest=0.005)

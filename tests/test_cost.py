@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddlab import calibration, cost_check
 from ddlab.advice import Replayed, advise
-from ddlab.calibration import Calibration, Sample, calibrate, typical
-from ddlab.cost import PHASES, CostModel, predict, predict_plain
-from ddlab.counterfactual import ENDS, end_of, perfectly_ranked, ways_of
+from ddlab.costs import calibration, check
+from ddlab.costs.calibration import Calibration, Sample, calibrate, typical
+from ddlab.costs.counterfactual import ENDS, end_of, perfectly_ranked, ways_of
+from ddlab.costs.model import PHASES, CostModel, predict, predict_plain
 from ddlab.decode import Decoder, generate
 from ddlab.pair import Pair, load_pair
 from ddlab.replay import DenseDrafts, Replay, replay
@@ -185,9 +185,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_the_check_of_a_machine_that_is_as_it_says_finds_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (calibration, cost_check):
+    for module in (calibration, check):
         monkeypatch.setattr(module, "timed_step", a_clock())
-    found = cost_check.check(tiny(), [[5, 6, 7], [9, 8]], [2, 8], max_new_tokens=8, repeats=2)
+    found = check.check(tiny(), [[5, 6, 7], [9, 8]], [2, 8], max_new_tokens=8, repeats=2)
     assert found.ok and all(abs(row["error"]) < 1e-9 for row in found.rows())
     for row in found.budgets:
         assert row.equal_rounds == row.measured.rounds and row.measured.prompts == 2
@@ -197,8 +197,8 @@ def test_the_check_of_a_machine_that_is_as_it_says_finds_no_error(monkeypatch: p
 
 def test_the_check_finds_a_machine_that_is_slower_than_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "timed_step", a_clock())
-    monkeypatch.setattr(cost_check, "timed_step", a_clock(lambda r, p: {k: 1.25 * v for k, v in linear(r, p).items()}))
-    found = cost_check.check(tiny(), [[5, 6, 7]], [4], max_new_tokens=8, repeats=1)
+    monkeypatch.setattr(check, "timed_step", a_clock(lambda r, p: {k: 1.25 * v for k, v in linear(r, p).items()}))
+    found = check.check(tiny(), [[5, 6, 7]], [4], max_new_tokens=8, repeats=1)
     assert not found.ok and found.budgets[0].error == pytest.approx(0.25)
     assert "within 10%: NO" in found.to_text()
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from ddlab.decode import Decoder, generate
 from ddlab.pair import Pair, embedded_folder, load_pair
 from ddlab.replay import BUILDERS, Candidates, DenseDrafts, Replay, dense_drafts, replay
+from ddlab.top import top_tokens
 from ddlab.trace import Trace
-from ddlab.tree import DraftTree, top_tokens
+from ddlab.tree import DraftTree
 
 BUDGETS = (0, 1, 8, 16, 64)
 

@@ -17,10 +17,10 @@ from test_tokens import TABLE
 
 import ddlab
 from ddlab import tokens, views
-from ddlab.cost import CostModel, predict
+from ddlab.costs.model import CostModel, predict
 from ddlab.replay import DenseDrafts, Replay
+from ddlab.top import top_tokens
 from ddlab.trace import Trace
-from ddlab.tree import top_tokens
 from ddlab.views import front, tree
 from ddlab.views.data import TokenTable
 from ddlab.views.replayed import cost_data, drafts_data, pack, replay_data

@@ -31,8 +31,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_sliding
 
 from ddlab import Decoder, Pair, load_pair
 from ddlab.pair import embedded_folder
-from ddlab.promptfile import read_prompts
 from ddlab.smollm2 import cache_folder
+from ddlab.sweeps.promptfile import read_prompts
 
 DRAFTER = embedded_folder("smollm2-dflash")
 CACHED = (cache_folder() / "SmolLM2-135M-Instruct" / "source.json").is_file()

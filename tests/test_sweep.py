@@ -25,10 +25,10 @@ import ddlab
 from ddlab import cli
 from ddlab.decode import Decoder, generate
 from ddlab.pair import Pair
-from ddlab.promptfile import as_entries, read_prompts
-from ddlab.results import Sweep
 from ddlab.sweep import Process, _share, sweep
-from ddlab.sweepfile import Spec, SweepFolder, plan
+from ddlab.sweeps.promptfile import as_entries, read_prompts
+from ddlab.sweeps.results import Sweep
+from ddlab.sweeps.sweepfile import Spec, SweepFolder, plan
 from ddlab.trace import Trace
 from ddlab.views.sweep import sweep_report, sweep_view
 
@@ -538,7 +538,7 @@ def test_a_check_that_fails_ends_the_command_with_status_1(
         asked.append((arguments[1:], settings))
         return SimpleNamespace(ok=ok, to_text=lambda: "predicted and measured")
 
-    monkeypatch.setattr("ddlab.cost_check.check", check)
+    monkeypatch.setattr("ddlab.costs.check.check", check)
     found, out, _ = run(capsys, *command, "--budget", 0, 3, "--check")
     assert found == status and "predicted and measured" in out
     assert asked == [(([[9, 8]], [3]), {"max_new_tokens": 40, "temperature": 0.0})]  # the other text is short

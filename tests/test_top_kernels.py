@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddlab import sampling, tree
+from ddlab import top as plainly
 from ddlab.sampling import Sampling
 
 pytest.importorskip("triton", reason="the fast path is written in Triton")
@@ -43,7 +44,7 @@ def kernels_top(logits: torch.Tensor, n: int) -> torch.Tensor:
 
 def assert_top(logits: torch.Tensor, n: int, stable: bool = True) -> torch.Tensor:
     """Equals at the cut may be any of them; where the kernels take them (stable), it is those of the lowest ids."""
-    packed, plain = kernels_top(logits, n).cpu(), tree.packed_top(logits, n)
+    packed, plain = kernels_top(logits, n).cpu(), plainly.packed_top(logits, n)
     values, ids = packed[:, 2 : 2 + n], packed[:, 2 + n :].long()
     assert torch.equal(written(packed[:, 0]), written(plain[:, 0]))
     torch.testing.assert_close(packed[:, 1], plain[:, 1], rtol=1e-5, atol=0, equal_nan=True)
@@ -128,14 +129,14 @@ def test_a_tree_grown_from_the_kernels_is_the_tree():
         asked.append(n)
         return kernels_top(logits, n).cpu().numpy()
 
-    grown = tree.grow(*tree.top_tokens(logits, 60, read), 60)
+    grown = tree.grow(*plainly.top_tokens(logits, 60, read), 60)
     plain = tree.DraftTree.best_first(logits, 60)
     assert grown.tokens.tolist() == plain.tokens.tolist() and grown.parents.tolist() == plain.parents.tolist()
     np.testing.assert_allclose(grown.log_prob, plain.log_prob, atol=1e-5)
     assert len(asked) > 1  # the ties at the cut wanted a second look
     logits[2, 9] = NAN
     with pytest.raises(ValueError, match=r"NaN .*row 2"):
-        tree.top_tokens(logits, 60, read)
+        plainly.top_tokens(logits, 60, read)
 
 
 # ---- the target's choices --------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import parent_lists, tree_of
 
-from ddlab.tree import DraftTree, _numpy_largest, grow, largest, top_tokens
+from ddlab.top import _numpy_largest, largest, top_tokens
+from ddlab.tree import DraftTree, grow
 
 INF = float("inf")
 KINDS = {  # what a drafter's logits come as, and how well their float64 log-softmax is met

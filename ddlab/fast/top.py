@@ -1,6 +1,6 @@
 """Triton kernels of the fast path: the largest logits of a draft.
 
-The plain form is `ddlab.tree.packed_top`; tests/test_top_kernels.py holds the two together.
+The plain form is `ddlab.top.packed_top`; tests/test_top_kernels.py holds the two together.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ddlab import tree
+from ddlab import top as plain
 from ddlab.fast.norms import power_of_2
 
 LOWEST = tl.constexpr(-2139095041)  # ordered(-inf)
@@ -161,7 +161,7 @@ def _rank(state, found, out, n, ROOM: tl.constexpr, MINE: tl.constexpr, OTHERS: 
 
 
 def packed_top(logits: Tensor, n: int, out: Tensor) -> None:
-    """`ddlab.tree.packed_top` of contiguous logits [depth, vocab] into ``out``, float32 [depth, 2 + 2 * n].
+    """`ddlab.top.packed_top` of contiguous logits [depth, vocab] into ``out``, float32 [depth, 2 + 2 * n].
 
     Equals come by ascending id. The n-th largest maximum of blocks of columns is a floor that at least n numbers of
     the row reach, and few more do: those are collected and ranked. A block's columns are far apart, because neighbours
@@ -171,7 +171,7 @@ def packed_top(logits: Tensor, n: int, out: Tensor) -> None:
     width = power_of_2(triton.cdiv(vocab, _TILE))
     blocks = triton.cdiv(vocab, width)
     if 2 * n > blocks:  # not many fewer than all
-        out.copy_(tree.packed_top(logits, n))
+        out.copy_(plain.packed_top(logits, n))
         return
     tile = _TILE // width
     programs, room = triton.cdiv(blocks, tile), max(256, power_of_2(2 * n))

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddlab.cost_check import WITHIN
-from ddlab.counterfactual import ENDS, ORACLES
+from ddlab.costs.check import WITHIN
+from ddlab.costs.counterfactual import ENDS, ORACLES
 from ddlab.intervals import ENOUGH_PROMPTS, Estimate
 from ddlab.views.curves import Choice, curves, ends, whiskers
 from ddlab.views.page import View, columns, escape, table
 
 if TYPE_CHECKING:
     from ddlab.advice import Advice, KindAdvice
-    from ddlab.cost_check import Check
+    from ddlab.costs.check import Check
 
 METHODS = {"ar": "ar", "dflash": "chain", "ddtree": "tree"}  # a measured method's name among the options of an advice
 SAID = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddlab.cost import CostModel, predict
+from ddlab.costs.model import CostModel, predict
 from ddlab.trace import ENOUGH_ROUNDS, Trace
 from ddlab.views.data import TokenTable, layers
 from ddlab.views.page import View, columns, escape, notes, table

@@ -14,7 +14,7 @@ from ddlab.views.page import View, escape, table
 
 if TYPE_CHECKING:
     from ddlab.advice import Advice
-    from ddlab.results import Group, SameText, Sweep
+    from ddlab.sweeps.results import Group, SameText, Sweep
 
 SUMMARY = (
     "method",

@@ -50,8 +50,8 @@ def add(new: Callable[..., argparse.ArgumentParser], methods: Sequence[str]) -> 
 def run(arguments: argparse.Namespace) -> int:
     from ddlab import cli
     from ddlab.bench import bench
-    from ddlab.scripted import Script
-    from ddlab.trace_cost import trace_cost
+    from ddlab.benching.scripted import Script
+    from ddlab.benching.trace_cost import trace_cost
 
     out = None if arguments.out is None else cli._out(arguments, "bench.json")
     budgets, methods = sorted(set(arguments.budget)), list(dict.fromkeys(arguments.method))
@@ -93,7 +93,7 @@ def _pair(arguments: argparse.Namespace, methods: Sequence[str], say: Callable[[
         raise ValueError(f"--shape makes its own pair: leave --{given[0].replace('_', '-')} out")
     import transformers
 
-    from ddlab.shape import random_pair
+    from ddlab.benching.shape import random_pair
 
     transformers.utils.logging.set_verbosity_error()
     say(f"random weights of {arguments.shape}")

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddlab.calibration import Calibration, Sample, timed_step, typical
-from ddlab.cost import PHASES, CostModel
+from ddlab.costs.calibration import Calibration, Sample, timed_step, typical
+from ddlab.costs.model import PHASES, CostModel
 from ddlab.intervals import Estimate, estimate
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Seconds of a round as a function of its rows and its prefix, and the tokens per second that they predict.
 
 A replay says exactly how many tokens a budget's rounds bring (`ddlab.replay`), a `CostModel` what they cost: measured
-by `ddlab.calibration`, or given. Whether the prediction holds on this machine: `ddlab.cost_check`.
+by `ddlab.costs.calibration`, or given. Whether the prediction holds on this machine: `ddlab.costs.check`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PHASES = ("draft", "tree", "verify", "accept", "commit", "record")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CostModel:
-    """Mean seconds of a round's phases on a grid (see `ddlab.calibration.typical`), linear in between.
+    """Mean seconds of a round's phases on a grid (see `ddlab.costs.calibration.typical`), linear in between.
 
     rows count the root, so a budget b has b + 1. prefixes: tokens before the root. ``record`` is the time that a step
     takes beyond its phases to keep the round; traces do not have it, and `seconds_of` leaves it out unless asked.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # torch is loaded when the command runs, so that --help is there at once
     from ddlab.pair import Pair
-    from ddlab.results import Sweep
+    from ddlab.sweeps.results import Sweep
 
 CHECKED_PROMPTS = 6
 EXAMPLE = """example:
@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _advise(pair: Pair, results: Sweep, budgets: Sequence[int]) -> str:
     """Advice on the sweep's prompts, kept in advice.json and in the report."""
     from ddlab.advice import advise
-    from ddlab.calibration import calibrate
-    from ddlab.sweepfile import write_json
+    from ddlab.costs.calibration import calibrate
+    from ddlab.sweeps.sweepfile import write_json
 
     largest = max(budgets)
     temperature = min(results.settings["temperatures"])
@@ -104,7 +104,7 @@ def _advise(pair: Pair, results: Sweep, budgets: Sequence[int]) -> str:
 
 def _check(pair: Pair, results: Sweep, budgets: Sequence[int]) -> Any:
     """The cost model against real decodes, on some of the prompts that could be decoded."""
-    from ddlab.cost_check import check
+    from ddlab.costs.check import check
 
     decoded = {run.prompt for run in results.runs if not run.short}
     prompts = [entry.prompt for entry in results.files.entries if entry.id in decoded]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ddlab.cost import PHASES, CostModel
+from ddlab.costs.model import PHASES, CostModel
 
 if TYPE_CHECKING:
     from ddlab.pair import Pair

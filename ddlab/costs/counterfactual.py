@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from ddlab.cost import CostModel
+    from ddlab.costs.model import CostModel
     from ddlab.replay import DenseDrafts, Replay, Round
 
 ORACLES = {

@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddlab.promptfile import Entry
+from ddlab.sweeps.promptfile import Entry
 from ddlab.tracefile import plain
 
 SCHEMA_VERSION = 1

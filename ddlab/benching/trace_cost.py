@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ddlab.calibration import TEXT
-from ddlab.floor import spread
+from ddlab.benching.floor import spread
+from ddlab.costs.calibration import TEXT
 from ddlab.record import DRAFT_BEST
 from ddlab.trace import Step, Trace, TraceWriter, new_header
 from ddlab.tree import DraftTree

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ddlab.intervals import Estimate, Paired
 from ddlab.names import one_of
-from ddlab.runs import METRICS, Run, figure, pair_up, run_of
-from ddlab.sweepfile import Spec, SweepFolder, write_bytes
+from ddlab.sweeps.runs import METRICS, Run, figure, pair_up, run_of
+from ddlab.sweeps.sweepfile import Spec, SweepFolder, write_bytes
 from ddlab.trace import Trace
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ddlab.intervals import Estimate, Paired, estimate, is_short, paired
 from ddlab.trace import Trace
 
 if TYPE_CHECKING:
-    from ddlab.sweepfile import Spec
+    from ddlab.sweeps.sweepfile import Spec
 
 METRICS = ("tokens_per_round", "tokens_per_second")
 REASONS = ("mismatch", "exhausted", "stop_token", "length")

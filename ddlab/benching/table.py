@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ddlab.cost import PHASES
+from ddlab.costs.model import PHASES
 
 SIMULATION = (
     "An oracle decides how many drafts each round accepts; the rounds do all their real work. The times are measured, "

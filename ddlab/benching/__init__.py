@@ -1,0 +1,1 @@
+"""What `ddlab.bench` measures with: shapes, scripts, floor, tables."""

@@ -1,0 +1,1 @@
+"""A sweep's folder: prompts, runs, results."""
