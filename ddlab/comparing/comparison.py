@@ -42,10 +42,11 @@ class LayerFigures:
 
     Teacher-forced, the layer given the first backend's input: ``max_abs``, ``rms`` (of the difference, relative to the
     RMS of the activation) and ``cosine``. Free-running, the layer's output in a whole forward: the same with ``free_``.
-    Each is the worst of all rows. ``error``: relative RMS distance from float64, teacher-forced, at the worst row;
-    ``band``: what rounding may cost there. ``verdict``: "rounding", "wrong", "same" (the backend does not compute this
-    layer) or "not judged". ``fault``: the known fault that gives just these numbers. ``nodes``: the metrics by row,
-    float64 [rows] each. ``seconds``, ``peak_bytes``: of the mixer, a median and a maximum; None: not measured.
+    Each is the worst of all rows. ``error``: relative RMS distance from float64, teacher-forced, at the worst row of
+    the call in which it is most times its ``band``, what rounding may cost there. ``verdict``: "rounding", "wrong",
+    "same" (the backend does not compute this layer) or "not judged". ``fault``: the known fault that gives just these
+    numbers. ``nodes``: the metrics by row, float64 [rows] each. ``seconds``, ``peak_bytes``: of the mixer, a median and
+    a maximum; None: not measured.
     """
 
     max_abs: float

@@ -16,7 +16,7 @@ BY_ROW = ("error", "rms", "max_abs", "cosine", "free_rms")
 
 
 def panel_data(comparison: Comparison) -> dict[str, Any]:
-    """Figures of every layer, and of each the rows and masks of the call in which it is worst."""
+    """Figures of every layer, and of each the rows and masks of the call that its error is from."""
     masks = _Masks(comparison)
     lengths = [len(call["parents"]) for call in comparison.calls]
     begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()  # rows before each call
@@ -45,7 +45,9 @@ def _layer(
 ) -> dict[str, Any]:
     nodes = figures.nodes
     worst = np.nan_to_num(nodes.get("error", nodes["rms"]), nan=np.inf)
-    number = int(np.searchsorted(begins, int(worst.argmax()), side="right")) - 1
+    by_call = np.maximum.reduceat(worst, begins[:-1])
+    judged = np.flatnonzero(by_call == (np.inf if figures.error is None else figures.error))
+    number = int(judged[0] if judged.size else by_call.argmax())
     call, first = comparison.calls[number], begins[number]
     inside = worst[first : begins[number + 1]]
     rows = np.sort(np.argsort(-inside, kind="stable")[:ROWS])
