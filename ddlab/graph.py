@@ -148,9 +148,7 @@ class GraphEngine:
             self.buffers.state.copy_(old.state)
             self.buffers.window.copy_(old.window)
         self._forwards.clear()
-        self._launches = {
-            key: launch for key, launch in self._launches.items() if key in ("draft", "context") or key[0] == "top"
-        }
+        self._forget(drafts=False)
 
     def reserve_drafts(self, tokens: int) -> None:
         if self.draft is not None and self.draft.capacity >= tokens:
@@ -159,9 +157,12 @@ class GraphEngine:
         if old is not None:
             self.draft.keys[:, :, : old.capacity] = old.keys
             self.draft.values[:, :, : old.capacity] = old.values
-        self._launches = {
-            key: launch for key, launch in self._launches.items() if key not in ("draft", "context") and key[0] != "top"
-        }
+        self._forget(drafts=True)
+
+    def _forget(self, drafts: bool) -> None:
+        """Drop the launches that know the drafter's buffers, or the target's."""
+        for key in [key for key in self._launches if (key in ("draft", "context") or key[0] == "top") == drafts]:
+            del self._launches[key]
 
 
 class GraphTarget(TargetState):

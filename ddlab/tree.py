@@ -252,7 +252,7 @@ def _grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, root_token: int, 
             most = seen + budget // 4
     depth = np.arange(len(scores)).repeat([level.size for level in scores])
     score, parent, rank = (np.concatenate(levels) for levels in (scores, parents, ranks))
-    order = _best_first(score)[: budget + 1]  # the root stays first: no score is above its 0
+    order = _falling(score)[: budget + 1]  # the root stays first: no score is above its 0
     place = np.zeros(seen, np.int64)
     place[order] = np.arange(order.size)
     places, rank, depth = place[parent[order]], rank[order], depth[order]
@@ -261,7 +261,7 @@ def _grow(ids: np.ndarray, log_probs: np.ndarray, budget: int, root_token: int, 
     return DraftTree(tokens, places, depth, score[order], rank)
 
 
-def _best_first(score: np.ndarray) -> np.ndarray:
+def _falling(score: np.ndarray) -> np.ndarray:
     """A stable order by falling score. Scores are whole multiples of 1 / GRID, so it is a sort of integers."""
     bits = score.size.bit_length()
     if -score.min() >= 2.0 ** (62 - bits) / GRID:
