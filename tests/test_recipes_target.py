@@ -373,7 +373,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(sys, "argv", ["corpus.py", *map(str, arguments)])
         recipe_corpus.main()
     tokenize = [str(corpus), "--source", str(model), "--out", str(folder / "data"), "--vocabulary", "400"]
-    train_tokenizer.main([*tokenize, "--drop-loops"])
+    train_tokenizer.main([*tokenize, "--cut-loops"])
     toy_config(folder)
     return folder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,7 @@ def system_turn(ids: list[int], sequence: np.ndarray) -> list[int]:
     return ids[: next(i for i in range(len(ids)) if ids[i : i + 2] == header)]
 
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     ids: torch.Tensor  # [b, t], padded on the right
     length: torch.Tensor  # [b]
     anchors: torch.Tensor  # [b, a]

@@ -160,7 +160,7 @@ def shifted_conv(
 
 @contextmanager
 def fast_forms(model: nn.Module, compiled: bool = False) -> Iterator[None]:
-    """In this block forwards of `model` without a cache compute its linear layers by the forms above.
+    """In this block forwards of `model` without a cache compute its linear layers, if any, by the forms above.
 
     compiled: what a chunk needs no state for, and the convolution, through torch.compile.
     """
@@ -171,7 +171,9 @@ def fast_forms(model: nn.Module, compiled: bool = False) -> Iterator[None]:
     def form(name: str, plain: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
         return forms.get(name, plain)(*args, **kwargs)
 
-    teach_tree_rows(next(m for m in model.modules() if hasattr(m, "A_log")))
+    linear = next((m for m in model.modules() if hasattr(m, "A_log")), None)
+    if linear is not None:
+        teach_tree_rows(linear)
     with delta_form(form):
         yield
 

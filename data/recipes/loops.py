@@ -41,6 +41,12 @@ def repeated_tokens(ids: np.ndarray, n: int = NGRAM) -> np.ndarray:
     return marks.cumsum()[:-1] > 0
 
 
+def before_repeats(ids: np.ndarray, n: int = NGRAM) -> int:
+    """Tokens before the first n-gram that is there for the second time; 0 where none is."""
+    again = np.flatnonzero(repeated_ngrams(ids, n))
+    return int(again[0]) if len(again) else 0
+
+
 def loops(text: str, ids: np.ndarray) -> bool:
     """An answer repeats itself: zlib packs it below RATIO, or more than REPEATED of its n-grams are repeated."""
     again = repeated_ngrams(ids)

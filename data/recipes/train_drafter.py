@@ -23,12 +23,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from batches import Batch, Batches, system_turn
+from batches import Batches, system_turn
 from blocks import block_hidden, fuse_norms, target_pass
 from configs import fresh_state, pair_config, zlab_state
 from corpus import Corpus
+from fast_hybrid import fast_forms
+from fast_hybrid import fuse_norms as fuse_hybrid_norms
+from graphed import LossAndGradients
 from losses import Distill, check_fused
 from safetensors.torch import load_file, save_file
+from target_training import rates_of, step
 
 from ddlab.checkpoint import rename
 from ddlab.drafter import Drafter
@@ -47,18 +51,20 @@ class Trainer:
     def amp(self) -> torch.dtype:
         return torch.bfloat16 if self.pair.device.type == "cuda" else torch.float32
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> mean loss of a block; cross entropy, hit and validity [b * a, depth]."""
+    def loss(
+        self, ids: torch.Tensor, length: torch.Tensor, anchors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A `Batch` -> mean loss of a block; cross entropy, hit and validity [b * a, depth]."""
         s, embed = self.drafter.settings, self.pair.embed
         with torch.no_grad():
-            features, last = target_pass(self.pair, batch.ids, s.target_layer_ids)
+            features, last = target_pass(self.pair, ids, s.target_layer_ids)
         with torch.autocast(self.pair.device.type, self.amp, enabled=self.amp != torch.float32):
-            hidden = block_hidden(self.drafter, features, batch.ids, batch.anchors, embed, self.amp)
-        offsets = torch.arange(s.block_size - s.depth, s.block_size, device=batch.ids.device)
-        position = batch.anchors[:, :, None] + offsets + (s.drafts_from == "anchor")  # [b, a, depth]
-        valid = position < batch.length[:, None, None]
-        position = position.clamp(max=batch.ids.shape[1] - 1).flatten(1)
-        labels = batch.ids.gather(1, position).view(-1, s.depth)
+            hidden = block_hidden(self.drafter, features, ids, anchors, embed, self.amp)
+        offsets = torch.arange(s.block_size - s.depth, s.block_size, device=ids.device)
+        position = anchors[:, :, None] + offsets + (s.drafts_from == "anchor")  # [b, a, depth]
+        valid = position < length[:, None, None]
+        position = position.clamp(max=ids.shape[1] - 1).flatten(1)
+        labels = ids.gather(1, position).view(-1, s.depth)
         teacher = last.gather(1, (position - 1)[:, :, None].expand(-1, -1, last.shape[-1]))
         teacher = teacher.view(-1, s.depth, last.shape[-1])
         valid = valid.view(-1, s.depth)
@@ -75,7 +81,7 @@ class Trainer:
         for name, width in (("early", batches.early), ("anywhere", batches.longest)):
             rng, hits, valids, losses = np.random.default_rng(5), [], [], []
             for i in range(0, len(batches.held_out), 64):
-                loss, _, hit, valid = self.loss(batches.make(batches.held_out[i : i + 64], width, rng))
+                loss, _, hit, valid = self.loss(*batches.make(batches.held_out[i : i + 64], width, rng))
                 hits.append(hit * valid)
                 valids.append(valid)
                 losses.append(loss.item())
@@ -144,6 +150,7 @@ def main() -> None:
     drafter.model.requires_grad_(True)
     if device.type == "cuda":
         fuse_norms(pair.target)
+        fuse_hybrid_norms(pair.target)
         fuse_norms(drafter.model)
     difference = check_fused(pair.target.get_output_embeddings().weight)  # type: ignore[union-attr]
     trainer = Trainer(pair, drafter, fused=difference < 0.02)
@@ -153,7 +160,7 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     optimizer = optimizers(drafter.model, args.rate, args.optimizer)
-    rates = [[group["lr"] for group in o.param_groups] for o in optimizer]
+    rates = rates_of(optimizer)
     curve: dict[str, Any] = {
         "arguments": {k: str(v) for k, v in vars(args).items() if k != "seconds"},
         "parameters": sum(p.numel() for p in drafter.model.parameters()),
@@ -180,42 +187,36 @@ def main() -> None:
         f"{trainer.fused} (difference {difference:.4f}), from step {start}, ready after {time.time() - started:.0f} s",
         flush=True,
     )
-    began, step, before = time.time(), start, curve["seconds"]
-    while step < args.steps and time.time() - began < args.seconds:
-        factor = schedule(step, args.steps)
-        for o, base in zip(optimizer, rates, strict=True):
-            for group, rate in zip(o.param_groups, base, strict=True):
-                group["lr"] = rate * factor
-        batch = batches.draw(step)
-        loss, entropy, _, valid = trainer.loss(batch)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(drafter.model.parameters(), 1.0)
-        for o in optimizer:
-            o.step()
-            o.zero_grad(set_to_none=True)
-        step += 1
-        curve["step"] = step
-        curve["blocks"] += batch.anchors.numel()
-        curve["seconds"] = round(before + time.time() - began, 1)
-        if step % args.every == 0 or step == start + 20:
-            first = (entropy * valid)[:, 0].sum() / valid[:, 0].sum()
-            point = [step, curve["seconds"], round(loss.item(), 4), round(first.item(), 4), round(norm.item(), 3)]
-            curve["points"].append(point)
-            speed = 1e3 * (time.time() - began) / (step - start)
-            print(
-                f"step {step} {point[1]} s loss {point[2]} slot 1 {point[3]} gradient {point[4]} {speed:.1f} ms",
-                flush=True,
-            )
-            if not math.isfinite(point[2]):
-                raise SystemExit("the loss is not finite: lower --rate")
-        if step % args.validate == 0 or step == args.steps:
-            curve["validation"].append([step, trainer.validate(batches)])
-            print("validation", step, json.dumps(curve["validation"][-1][1]), flush=True)
+    began, at, before = time.time(), start, curve["seconds"]
+    compute = LossAndGradients(drafter.model, trainer.loss)
+    with fast_forms(pair.target):
+        while at < args.steps and time.time() - began < args.seconds:
+            batch = batches.draw(at)
+            loss, entropy, _, valid = compute(*batch)
+            norm = step(drafter.model, optimizer, rates, schedule(at, args.steps))
+            at += 1
+            curve["step"] = at
+            curve["blocks"] += batch.anchors.numel()
+            curve["seconds"] = round(before + time.time() - began, 1)
+            if at % args.every == 0 or at == start + 20:
+                first = (entropy * valid)[:, 0].sum() / valid[:, 0].sum()
+                point = [at, curve["seconds"], round(loss.item(), 4), round(first.item(), 4), round(norm.item(), 3)]
+                curve["points"].append(point)
+                speed = 1e3 * (time.time() - began) / (at - start)
+                print(
+                    f"step {at} {point[1]} s loss {point[2]} slot 1 {point[3]} gradient {point[4]} {speed:.1f} ms",
+                    flush=True,
+                )
+                if not math.isfinite(point[2]):
+                    raise SystemExit("the loss is not finite: lower --rate")
+            if at % args.validate == 0 or at == args.steps:
+                curve["validation"].append([at, trainer.validate(batches)])
+                print("validation", at, json.dumps(curve["validation"][-1][1]), flush=True)
     save_drafter(drafter, config, args.out)
     (args.out / "curve.json").write_text(json.dumps(curve) + "\n", encoding="utf-8")
     saved = [o.state_dict() for o in optimizer]
     torch.save({"model": drafter.model.state_dict(), "optimizer": saved, "curve": json.dumps(curve)}, state_file)
-    print(f"{step} of {args.steps} steps, {time.time() - started:.0f} s", flush=True)
+    print(f"{at} of {args.steps} steps, {time.time() - started:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

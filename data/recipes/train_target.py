@@ -4,7 +4,7 @@
 
 FOLDER after --data is what train_tokenizer.py wrote. Every step draws its batch from (seed, step), so a run that was
 stopped (--seconds) goes on with the same command as if nothing had happened. Without --steps the run takes as many as
-will fit into --seconds, which is decided after step 60 and kept in curve.json.
+will fit into --seconds, which is decided after step 200 and kept in curve.json.
 
 In the folder that is written: a target that `ddlab.load_pair` loads (bfloat16), curve.json, and state.pt to go on from.
 Where state.pt is gone, the run goes on from the bfloat16 weights with fresh optimizer states.
@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from corpus import Corpus
 from fast_hybrid import fast_forms, fuse_norms
+from graphed import LossAndGradients
 from target_training import Trainer, fresh_target, optimizers, rates_of, save_target, step
 from text_batches import HeldOut, TextBatches
+from torch.nn import functional as F
 
 CONFIG = Path(__file__).resolve().parent.parent / "tiny-hybrid" / "target" / "config.json"
-MEASURED = (20, 60)  # steps between which the time of a step is taken
+MEASURED = (100, 200)  # steps between which the time of a step is taken: by then every width has been captured
 
 
 def schedule(at: int, steps: int | None) -> float:
@@ -98,11 +100,14 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{said}, from step {start}, ready after {time.time() - started:.0f} s", flush=True)
 
     began, at, measured = time.time(), start, 0.0
+    compute = LossAndGradients(model, lambda ids, length: (trainer.likelihood(ids, length),))
     with fast_forms(model, args.compile):
         while time.time() - began < args.seconds and (curve["steps"] is None or at < curve["steps"]):
             ids, length = batches.draw(at)
-            loss = trainer.likelihood(ids, length)
-            loss.backward()
+            if device.type == "cuda":  # one shape for each width: empty rows fill a batch up
+                empty = args.tokens // ids.shape[1] - len(ids)
+                ids, length = F.pad(ids, (0, 0, 0, empty)), F.pad(length, (0, empty))
+            (loss,) = compute(ids, length)
             norm = step(model, optimizer, rates, schedule(at, curve["steps"]))
             at += 1
             curve["step"] = at

@@ -1,10 +1,11 @@
 """A byte-level BPE for the target, and the corpus in its ids: train.npz and held_out.npz.
 
-    python train_tokenizer.py corpus.npz --source FOLDER --out FOLDER --drop-loops
+    python train_tokenizer.py corpus.npz --source FOLDER --out FOLDER --cut-loops
 
 corpus.npz comes from corpus.py, FOLDER after --source is the model whose ids are in it. One question in a hundred is
-held out with all its answers (`text_batches.is_held_out`). --drop-loops leaves answers that repeat themselves out of
-train.npz; held_out.npz keeps them, so that figures before and after speak of the same text. Runs on the CPU.
+held out with all its answers (`text_batches.is_held_out`). --cut-loops ends looping answers of train.npz where they
+begin to repeat themselves; held_out.npz keeps them, so that figures before and after speak of the same text. Runs on
+the CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from corpus import KINDS, Corpus
-from loops import loops
+from loops import NGRAM, before_repeats, loops
 from text_batches import split
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"]  # ids 0 to 3
@@ -42,6 +43,16 @@ def texts(corpus: Corpus, rows: np.ndarray, tokenizer: Any, chunk: int = 4096) -
         heads = tokenizer.batch_decode([s[:n] for s, n in zip(part, begins, strict=True)], **plain)
         tails = tokenizer.batch_decode([s[n:] for s, n in zip(part, begins, strict=True)], **plain)
         yield from zip(heads, tails, strict=True)
+
+
+def cut(corpus: Corpus, rows: np.ndarray, pairs: list[Pair], tokenizer: Any) -> tuple[np.ndarray, list[Pair]]:
+    """Looping answers up to the last word before what they repeat, where that leaves two n-grams or more."""
+    answers = [corpus.sequence(row)[corpus.plen[row] :] for row in rows]
+    ends = [before_repeats(ids) for ids in answers]
+    kept = [i for i, end in enumerate(ends) if end >= 2 * NGRAM]
+    tails = tokenizer.batch_decode([answers[i][: ends[i]] for i in kept], clean_up_tokenization_spaces=False)
+    found = [(pairs[i][0], tail.rpartition(" ")[0]) for i, tail in zip(kept, tails, strict=True)]
+    return rows[kept], found
 
 
 def train_bpe(pairs: list[Pair], size: int) -> Any:
@@ -96,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--sample", type=int, default=30000, help="texts that the tokenizer is trained on")
     parser.add_argument("--longest", type=int, default=448, help="ids after which a text is cut")
-    parser.add_argument("--drop-loops", action="store_true")
+    parser.add_argument("--cut-loops", action="store_true")
     args, started = parser.parse_args(argv), time.time()
     from transformers import AutoTokenizer
 
@@ -113,8 +124,11 @@ def main(argv: list[str] | None = None) -> None:
             kind: [round(float(x.mean()), 3), len(x)] for kind, x in shares.items() if len(x)
         }
     print(f"{len(rows)} texts decoded, {int(repeats.sum())} loop, {time.time() - started:.0f} s", flush=True)
-    if args.drop_loops:
-        rows, pairs = rows[~repeats], [pair for pair, again in zip(pairs, repeats, strict=True) if not again]
+    if args.cut_loops:
+        ended, parts = cut(corpus, rows[repeats], [pairs[i] for i in np.flatnonzero(repeats)], source)
+        rows = np.concatenate([rows[~repeats], ended])
+        pairs = [pairs[i] for i in np.flatnonzero(~repeats)] + parts
+        report["looping_answers_cut"] = len(ended)
 
     args.out.mkdir(parents=True, exist_ok=True)
     sample = pairs[:: max(1, len(pairs) // args.sample)]
