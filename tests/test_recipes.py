@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from models import VOCAB, random_drafter, target
 
-from ddlab.pair import Pair
+from ddlab.pair import Pair, load_pair
 
 RECIPES = Path(__file__).resolve().parent.parent / "data" / "recipes"
 sys.path.insert(0, str(RECIPES))
@@ -22,6 +23,7 @@ import configs  # noqa: E402
 import corpus as recipe_corpus  # noqa: E402
 import evaluate  # noqa: E402
 import losses  # noqa: E402
+import train_drafter  # noqa: E402
 
 from ddlab.drafter import Drafter  # noqa: E402
 
@@ -65,6 +67,24 @@ def test_a_block_of_a_training_batch_is_the_block_that_decoding_proposes(kind: s
             drafter.ingest(cache, committed[:anchor])
             proposed = pair.propose(cache, int(ids[row, anchor]))
             torch.testing.assert_close(pair.head(hidden[row, column]), proposed, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_kept_passes_are_those_of_the_texts(kind: str) -> None:
+    pair = small_pair(kind)
+    assert pair.drafter is not None
+    taps = pair.drafter.settings.target_layer_ids
+    drawn = recipe_batches.Batches(random_corpus(), [1, 2], torch.device("cpu"), 0, 3, 256)
+    kept = blocks.KeptPasses(pair, drawn, taps, tokens=3 * drawn.longest)
+    assert blocks.KeptPasses.size(pair, drawn, taps) == kept.features.nbytes + kept.last.nbytes
+    for width in (drawn.longest, 20):
+        batch = drawn.make(np.array([4, 0, 11]), width, np.random.default_rng(0))
+        inside = torch.arange(width) < batch.length[:, None]
+        with torch.no_grad():
+            passed = blocks.target_pass(pair, batch.ids, taps)
+        for found, expected in zip(kept(batch.rows, width), passed, strict=True):
+            assert torch.isfinite(found).all()
+            torch.testing.assert_close(found[inside], expected[inside], rtol=1e-4, atol=1e-4)
 
 
 def test_block_masks_are_the_drafters_own_for_every_block() -> None:
@@ -149,6 +169,39 @@ def test_held_out_sequences_are_greedy_and_never_drawn() -> None:
     assert len(drawn.held_out)
     assert (corpus.temp[drawn.held_out] == 0).all()
     assert not set(drawn.held_out) & set(drawn.rows)
+
+
+# -- training --------------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_that_was_stopped_goes_on_as_if_nothing_had_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target_folder = RECIPES.parent / "tiny-hybrid" / "target"
+    asked = [list(load_pair(target_folder).encode(f"Say {n}.").ids) for n in range(12)]
+    draw = np.random.default_rng(0)
+    texts = [np.array([*ids, *draw.integers(4, 8192, 30)], np.uint16) for ids in asked]
+    sizes, plen = np.array([len(t) for t in texts]), np.array([len(ids) for ids in asked])
+    corpus = recipe_corpus.Corpus(np.concatenate(texts), sizes, plen, np.zeros(12), np.zeros(12))
+    corpus.save(tmp_path / "corpus.npz")
+
+    def train(out: str, *more: str) -> dict:
+        arguments = ["--pair", "tiny-hybrid", "--target", str(target_folder), "--corpus", str(tmp_path / "corpus.npz")]
+        shape = ["--steps", "4", "--tokens", "128", "--anchors", "2", "--every", "1", "--validate", "2"]
+        train_drafter.main([*arguments, *shape, "--out", str(tmp_path / out), *more])
+        return json.loads((tmp_path / out / "curve.json").read_text())
+
+    whole = train("whole")
+    with monkeypatch.context() as patch:
+        ticks = iter(range(10**6))
+        patch.setattr(train_drafter, "time", type("Clock", (), {"time": staticmethod(lambda: next(ticks))}))
+        assert 0 < train("stopped", "--seconds", "4")["step"] < 4
+    assert train("stopped")["step"] == 4
+    one, two = (torch.load(tmp_path / name / "state.pt", weights_only=True)["model"] for name in ("whole", "stopped"))
+    assert all(torch.equal(weight, two[name]) for name, weight in one.items())
+    assert [at for at, _ in whole["validation"]] == [2, 4]
+    assert whole["points"][-1][2] < whole["points"][0][2]
+    assert load_pair(target_folder, tmp_path / "whole").drafter.block_size == 16
 
 
 # -- corpus and prompts ----------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class Batch(NamedTuple):
     ids: torch.Tensor  # [b, t], padded on the right
     length: torch.Tensor  # [b]
     anchors: torch.Tensor  # [b, a]
+    rows: torch.Tensor  # [b], of the corpus
 
 
 @dataclass
@@ -62,17 +63,22 @@ class Batches:
 
     def make(self, rows: np.ndarray, width: int, rng: np.random.Generator) -> Batch:
         """Sequences `rows` cut at `width` tokens; anchors uniform over the answer, or over its first EARLY tokens."""
-        c, lead = self.corpus, len(self.prefix)
-        length = np.minimum(c.lengths[rows] + lead, width)
-        first = np.minimum(c.plen[rows] + lead, length - 2)
+        ids, length = self.texts(rows, width)
+        first = np.minimum(self.corpus.plen[rows] + len(self.prefix), length - 2)
         last = length - 2  # the last anchor with a token after it
         if width < self.longest:
             last = np.minimum(last, first + EARLY - 1)
         span = (last - first + 1)[:, None]
         anchors = first[:, None] + (rng.random((len(rows), self.anchors)) * span).astype(np.int64)
-        offset = torch.from_numpy(c.offset[rows]).to(self.device)[:, None]
+        return Batch(ids, *(torch.from_numpy(x).to(self.device) for x in (length, anchors, rows)))
+
+    def texts(self, rows: np.ndarray, width: int) -> tuple[torch.Tensor, np.ndarray]:
+        """ids [b, width] of sequences `rows` after the prefix, cut at `width` or padded with 0, and their lengths."""
+        lead = len(self.prefix)
+        length = np.minimum(self.corpus.lengths[rows] + lead, width)
+        offset = torch.from_numpy(self.corpus.offset[rows]).to(self.device)[:, None]
         column = torch.arange(width - lead, device=self.device)[None]
-        limit = torch.from_numpy(length).to(self.device)
-        ids = torch.where(column < limit[:, None] - lead, self.flat[offset + column].long(), 0)
+        limit = torch.from_numpy(length).to(self.device)[:, None] - lead
+        ids = torch.where(column < limit, self.flat[offset + column].long(), 0)
         head = torch.tensor(self.prefix, device=self.device, dtype=torch.long).expand(len(rows), -1)
-        return Batch(torch.cat([head, ids], 1), limit, torch.from_numpy(anchors).to(self.device))
+        return torch.cat([head, ids], 1), length

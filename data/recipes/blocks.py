@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+from batches import Batches
 from torch import nn
 from torch.nn import functional as F
 
@@ -24,6 +26,40 @@ def target_pass(pair: Pair, ids: torch.Tensor, taps: tuple[int, ...]) -> tuple[t
     out = pair.text_model(input_ids=ids, use_cache=False, output_hidden_states=True)
     features = torch.cat([out.hidden_states[layer + 1] for layer in taps], dim=-1)
     return features, out.last_hidden_state
+
+
+class KeptPasses:
+    """`target_pass` of every text of a corpus, made once: drafting reads a text tens of times."""
+
+    def __init__(self, pair: Pair, batches: Batches, taps: tuple[int, ...], tokens: int = 2**17) -> None:
+        hidden, length = pair.embed.shape[1], batches.corpus.lengths + len(batches.prefix)
+        start = np.cumsum(length) - length
+        self.start = torch.from_numpy(start).to(pair.device)
+        like = {"dtype": pair.dtype, "device": pair.device}
+        size = int(length.sum()) + batches.longest  # a width of zeros behind the last text
+        self.features = torch.zeros(size, len(taps) * hidden, **like)
+        self.last = torch.zeros(size, hidden, **like)
+        order, per = np.argsort(length, kind="stable"), max(1, tokens // batches.longest)
+        for i in range(0, len(order), per):
+            rows = order[i : i + per]
+            ids, _ = batches.texts(rows, int(length[rows].max()))
+            column = torch.arange(ids.shape[1], device=pair.device)
+            inside = column < torch.from_numpy(length[rows]).to(pair.device)[:, None]
+            place = (self.start[rows, None] + column)[inside]
+            with torch.no_grad():
+                features, last = target_pass(pair, ids, taps)
+            self.features[place], self.last[place] = features[inside], last[inside]
+
+    @staticmethod
+    def size(pair: Pair, batches: Batches, taps: tuple[int, ...]) -> int:
+        """Bytes."""
+        tokens = int(batches.corpus.lengths.sum()) + len(batches.corpus) * len(batches.prefix) + batches.longest
+        return tokens * (len(taps) + 1) * pair.embed.shape[1] * pair.dtype.itemsize
+
+    def __call__(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `target_pass` of the texts `rows` cut at `width`; behind a text's end, what the next one has."""
+        place = self.start[rows][:, None] + torch.arange(width, device=rows.device)
+        return self.features[place], self.last[place]
 
 
 def block_masks(drafter: Drafter, anchors: torch.Tensor, context: int) -> dict[str, torch.Tensor]:

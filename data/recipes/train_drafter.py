@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from batches import Batches, system_turn
-from blocks import block_hidden, fuse_norms, target_pass
+from blocks import KeptPasses, block_hidden, fuse_norms, target_pass
 from configs import fresh_state, pair_config, zlab_state
 from corpus import Corpus
 from fast_hybrid import fast_forms
@@ -38,12 +38,15 @@ from ddlab.checkpoint import rename
 from ddlab.drafter import Drafter
 from ddlab.pair import Pair, load_pair
 
+KEPT_SHARE = 0.8  # of the free memory that the target's passes over the corpus may take
+
 
 @dataclass
 class Trainer:
     pair: Pair
     drafter: Drafter
     fused: bool
+    kept: KeptPasses | None = None
     soft: float = 0.5
     chunk: int = 12288  # slots whose logits are in memory at a time
 
@@ -52,12 +55,15 @@ class Trainer:
         return torch.bfloat16 if self.pair.device.type == "cuda" else torch.float32
 
     def loss(
-        self, ids: torch.Tensor, length: torch.Tensor, anchors: torch.Tensor
+        self, ids: torch.Tensor, length: torch.Tensor, anchors: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """A `Batch` -> mean loss of a block; cross entropy, hit and validity [b * a, depth]."""
         s, embed = self.drafter.settings, self.pair.embed
-        with torch.no_grad():
-            features, last = target_pass(self.pair, ids, s.target_layer_ids)
+        if self.kept is not None:
+            features, last = self.kept(rows, ids.shape[1])
+        else:
+            with torch.no_grad():
+                features, last = target_pass(self.pair, ids, s.target_layer_ids)
         with torch.autocast(self.pair.device.type, self.amp, enabled=self.amp != torch.float32):
             hidden = block_hidden(self.drafter, features, ids, anchors, embed, self.amp)
         offsets = torch.arange(s.block_size - s.depth, s.block_size, device=ids.device)
@@ -74,25 +80,26 @@ class Trainer:
         )
         return loss, entropy, hit, valid
 
-    @torch.no_grad()
-    def validate(self, batches: Batches) -> dict[str, Any]:
-        """On held-out answers: accepted drafts + 1 of a chain, at anchors in the first EARLY tokens and anywhere."""
-        result: dict[str, Any] = {}
-        for name, width in (("early", batches.early), ("anywhere", batches.longest)):
-            rng, hits, valids, losses = np.random.default_rng(5), [], [], []
-            for i in range(0, len(batches.held_out), 64):
-                loss, _, hit, valid = self.loss(*batches.make(batches.held_out[i : i + 64], width, rng))
-                hits.append(hit * valid)
-                valids.append(valid)
-                losses.append(loss.item())
-            hit, valid = torch.cat(hits), torch.cat(valids)
-            slots = (hit.sum(0) / valid.sum(0).clamp(min=1)).tolist()
-            result[name] = {
-                "loss": round(float(np.mean(losses)), 4),
-                "accepted_plus_1": round(1 + hit.cumprod(1).sum(1).mean().item(), 3),
-                "slot_accuracy": [round(a, 3) for a in slots],
-            }
-        return result
+
+def validate(compute: LossAndGradients, batches: Batches) -> dict[str, Any]:
+    """On held-out answers: accepted drafts + 1 of a chain, at anchors in the first EARLY tokens and anywhere."""
+    result: dict[str, Any] = {}
+    for name, width in (("early", batches.early), ("anywhere", batches.longest)):
+        rng, hits, valids, losses = np.random.default_rng(5), [], [], []
+        size = min(batches.tokens // width, len(batches.held_out))  # as in training, where shapes are compiled
+        for i in range(0, len(batches.held_out) - size + 1, size):
+            loss, _, hit, valid = compute(*batches.make(batches.held_out[i : i + size], width, rng))
+            hits.append(hit * valid)
+            valids.append(valid.clone())
+            losses.append(loss.item())
+        hit, valid = torch.cat(hits), torch.cat(valids)
+        slots = (hit.sum(0) / valid.sum(0).clamp(min=1)).tolist()
+        result[name] = {
+            "loss": round(float(np.mean(losses)), 4),
+            "accepted_plus_1": round(1 + hit.cumprod(1).sum(1).mean().item(), 3),
+            "slot_accuracy": [round(a, 3) for a in slots],
+        }
+    return result
 
 
 def optimizers(model: torch.nn.Module, rate: float, kind: str) -> list[torch.optim.Optimizer]:
@@ -119,7 +126,7 @@ def save_drafter(drafter: Drafter, config: dict[str, Any], folder: Path) -> None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def parse() -> argparse.Namespace:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", choices=("smollm2", "tiny-hybrid"), required=True)
     parser.add_argument("--target", required=True)
@@ -131,14 +138,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=24576, help="target tokens of a batch")
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--compile", action="store_true", help="torch.compile for the drafter")
     parser.add_argument("--every", type=int, default=100, help="steps between two points of the curve")
     parser.add_argument("--validate", type=int, default=1000, help="steps between two validations")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args, started = parse(), time.time()
+def main(argv: list[str] | None = None) -> None:
+    args, started = parse(argv), time.time()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -157,6 +165,12 @@ def main() -> None:
     corpus = Corpus.load(args.corpus)
     prefix = system_turn(list(pair.encode("x").ids), corpus.sequence(0))
     batches = Batches(corpus, prefix, device, args.seed, args.anchors, args.tokens)
+    taps = drafter.settings.target_layer_ids
+    if device.type == "cuda" and KeptPasses.size(pair, batches, taps) < KEPT_SHARE * torch.cuda.mem_get_info()[0]:
+        with fast_forms(pair.target):
+            trainer.kept = KeptPasses(pair, batches, taps)
+    if args.compile:
+        drafter.model.compile(fullgraph=True, dynamic=False)
 
     args.out.mkdir(parents=True, exist_ok=True)
     optimizer = optimizers(drafter.model, args.rate, args.optimizer)
@@ -184,7 +198,8 @@ def main() -> None:
     start = curve["step"]
     print(
         f"{args.pair}: {curve['parameters']} parameters, {len(batches.rows)} sequences, fused loss "
-        f"{trainer.fused} (difference {difference:.4f}), from step {start}, ready after {time.time() - started:.0f} s",
+        f"{trainer.fused} (difference {difference:.4f}), passes kept {trainer.kept is not None}, from step {start}, "
+        f"ready after {time.time() - started:.0f} s",
         flush=True,
     )
     began, at, before = time.time(), start, curve["seconds"]
@@ -210,7 +225,7 @@ def main() -> None:
                 if not math.isfinite(point[2]):
                     raise SystemExit("the loss is not finite: lower --rate")
             if at % args.validate == 0 or at == args.steps:
-                curve["validation"].append([at, trainer.validate(batches)])
+                curve["validation"].append([at, validate(compute, batches)])
                 print("validation", at, json.dumps(curve["validation"][-1][1]), flush=True)
     save_drafter(drafter, config, args.out)
     (args.out / "curve.json").write_text(json.dumps(curve) + "\n", encoding="utf-8")
