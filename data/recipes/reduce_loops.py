@@ -1,6 +1,6 @@
 """Train a target on its own greedy answers so that fewer of them loop: unlikelihood of repeated n-grams.
 
-    python reduce_loops.py --target FOLDER --data FOLDER --out FOLDER --seconds 60
+    python reduce_loops.py --target FOLDER --data FOLDER --out FOLDER
 
 Sequence-level unlikelihood (Welleck et al., 2020): the target answers questions of the corpus at T = 0; in answers that
 loop (`loops.loops`) the tokens of a repeated 8-gram get -log(1 - p), while batches of the corpus keep their likelihood.
@@ -54,12 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--answers", type=int, default=2048, help="greedy answers of a round")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--steps", type=int, default=12, help="training steps of a round")
     parser.add_argument("--tokens", type=int, default=32768, help="ids of a batch of the corpus, and of answers")
-    parser.add_argument("--weight", type=float, default=0.25, help="of the unlikelihood against the likelihood")
+    parser.add_argument("--weight", type=float, default=0.15, help="of the unlikelihood against the likelihood")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     args, started = parser.parse_args(argv), time.time()
