@@ -75,7 +75,8 @@ class Decoder:
         linear_state: ``"exact"``. ``"flattened"`` is a labelled wrong way for hybrids: it shows what a decoder does
             whose linear layers ignore the tree.
         engine: ``"eager"`` calls the models' modules, ``"graph"`` launches captured CUDA graphs that compute the same.
-            None: graph on CUDA where it is legal, else eager.
+            None: graph on CUDA where it is legal, else eager. Eager on a CPU in float32 computes some products from
+            packed copies of the weights, up to 2 GiB and the head once more in memory, see `ddlab.packed`.
         trace_path: folder to write the trace to, a round at a time; None: in memory only.
 
     Raises:

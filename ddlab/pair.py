@@ -31,6 +31,7 @@ from . import fit
 from .attention import OWN, attention_backend, best, calls_of, check, check_attention, refusal, set_attention
 from .checkpoint import as_dtype, check_folder, local_folder
 from .drafter import DraftCache, Drafter, FeatureTap
+from .packed import packed_layers
 from .prompt import Prompt, decode, encode
 from .smollm2 import smollm2_folder
 
@@ -148,7 +149,8 @@ class Pair:
         """One block: float32 draft logits [depth, rows]; rows that are padding (see the class) are -inf."""
         drafter = self._need_drafter()
         head = self.bare_head if drafter.settings.scales_logits else self.head
-        logits = drafter.propose(cache, anchor, self.embed, head)  # [depth, rows]
+        with packed_layers(self):
+            logits = drafter.propose(cache, anchor, self.embed, head)  # [depth, rows]
         if self.vocab_size < logits.shape[1]:
             logits[:, self.vocab_size :] = -torch.inf
         return logits

@@ -39,7 +39,7 @@ def _noise_on(seed: int, position: int, vocab_size: int, dtype: torch.dtype, dev
     return noise.to(device, non_blocking=True)
 
 
-_BLOCK, _CHUNK = 64, 2**16  # columns; numbers
+_BLOCK, _CHUNK = 64, 2**18  # columns; numbers
 
 
 class Choice(NamedTuple):
@@ -130,8 +130,8 @@ def _read_on_host(scores: Tensor, likely: Tensor, nodes: np.ndarray, ids: np.nda
         array[rows, tokens] = best
     peak = best if likely is scores else likely.amax(-1).numpy()
     at_once = max(1, _CHUNK // likely.shape[1])  # rows that stay in the cache
-    # what the maximum loses in the log-softmax
-    total = -torch.cat([torch.log_softmax(some, dim=-1).amax(-1) for some in likely.split(at_once)]).numpy()
+    pairs = zip(likely.split(at_once), torch.from_numpy(peak)[:, None].split(at_once), strict=True)
+    total = torch.cat([(some - highest).exp_().sum(-1) for some, highest in pairs]).log().numpy()
     return tokens, best, second, peak, total, likely.numpy()[nodes, np.concatenate([tokens, ids])]
 
 

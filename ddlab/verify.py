@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ddlab.attention import BACKENDS, check_attention
 from ddlab.delta import TREE_ROWS, TreeRows, TreeWrites, states_after, teach_tree_rows
+from ddlab.packed import packed_layers
 from ddlab.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -373,7 +374,8 @@ class TargetState:
         tap = pair.tap() if self.tapped else nullcontext()
         if last_only and pair.keeps_logits:
             keywords["logits_to_keep"] = 1
-        with tap as tapped:
+        several = packed_layers(pair) if len(ids) > 1 else nullcontext()
+        with several, tap as tapped:
             out = pair.target(
                 input_ids=torch.tensor(np.asarray(ids), device=pair.device)[None],
                 position_ids=positions.to(pair.device)[None],
