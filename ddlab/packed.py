@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 if TYPE_CHECKING:
     from ddlab.pair import Pair
@@ -45,6 +46,8 @@ def packed_layers(pair: Pair) -> Iterator[None]:
 def _packed(pair: Pair) -> list[_Packed]:
     """The layers that may have copies; made once a pair and head."""
     if pair.device.type != "cpu" or pair.dtype != torch.float32 or not torch.backends.mkldnn.is_available():
+        return []
+    if is_in_torch_dispatch_mode():  # a memory tracker, say: a copy is a tensor without a storage that it could ask for
         return []
     head: Any = pair.target.get_output_embeddings()
     kept: tuple[Any, list[_Packed]] = pair.__dict__.get("_packed", (None, []))

@@ -11,6 +11,8 @@ import torch
 from strategies import tree_of
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ddlab import packed
 from ddlab.decode import Decoder, generate
@@ -215,6 +217,22 @@ def test_a_pair_that_has_decoded_can_be_copied() -> None:
     assert made(pair) and not made(other)
     assert generate(other, PROMPT, **settings).output_ids == first.output_ids
     assert made(other) == made(pair)
+
+
+class Storages(TorchDispatchMode):
+    """Asks every tensor for its storage, as torch's memory tracker does."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        assert all(x.untyped_storage() is not None for x in tree_leaves(out) if isinstance(x, torch.Tensor))
+        return out
+
+
+def test_a_mode_that_sees_every_tensor_sees_plain_products() -> None:
+    pair = pair_of("llama")
+    with Storages():
+        list(Decoder(pair, budget=None, max_new_tokens=4, stop_token_ids=()).run(PROMPT))
+    assert not made(pair)
 
 
 def test_plain_decoding_makes_no_copy() -> None:
