@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,20 @@ def browser():
         chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    """ticking(module): in this block the module's clock goes on by a second whenever it is read."""
+
+    @contextmanager
+    def ticking(module):
+        ticks = iter(range(10**6))
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "time", type("Clock", (), {"time": staticmethod(lambda: next(ticks))}))
+            yield
+
+    return ticking
 
 
 class Seen:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -175,10 +178,11 @@ def test_held_out_sequences_are_greedy_and_never_drawn() -> None:
 
 
 def test_a_drafter_that_was_stopped_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ticking: Callable[[ModuleType], AbstractContextManager[None]]
 ) -> None:
     target_folder = RECIPES.parent / "tiny-hybrid" / "target"
-    asked = [list(load_pair(target_folder).encode(f"Say {n}.").ids) for n in range(12)]
+    pair = load_pair(target_folder)
+    asked = [list(pair.encode(f"Say {n}.").ids) for n in range(12)]
     draw = np.random.default_rng(0)
     texts = [np.array([*ids, *draw.integers(4, 8192, 30)], np.uint16) for ids in asked]
     sizes, plen = np.array([len(t) for t in texts]), np.array([len(ids) for ids in asked])
@@ -192,9 +196,7 @@ def test_a_drafter_that_was_stopped_goes_on_as_if_nothing_had_happened(
         return json.loads((tmp_path / out / "curve.json").read_text())
 
     whole = train("whole")
-    with monkeypatch.context() as patch:
-        ticks = iter(range(10**6))
-        patch.setattr(train_drafter, "time", type("Clock", (), {"time": staticmethod(lambda: next(ticks))}))
+    with ticking(train_drafter):
         assert 0 < train("stopped", "--seconds", "4")["step"] < 4
     assert train("stopped")["step"] == 4
     one, two = (torch.load(tmp_path / name / "state.pt", weights_only=True)["model"] for name in ("whole", "stopped"))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ import corpus as recipe_corpus  # noqa: E402
 import evaluate_target  # noqa: E402
 import fast_hybrid  # noqa: E402
 import loops  # noqa: E402
+import norms  # noqa: E402
 import questions  # noqa: E402
 import reduce_loops  # noqa: E402
 import sample_answers  # noqa: E402
@@ -190,7 +194,7 @@ def test_a_model_in_fast_forms_has_the_same_logits_and_gradients_and_is_itself_a
     with fast_hybrid.fast_forms(model):
         fast = logits_and_gradients()
     assert torch.equal(logits_and_gradients()[0], plain[0])
-    fast_hybrid.fuse_norms(model)
+    norms.fuse_norms(model)
     with fast_hybrid.fast_forms(model):
         fused = logits_and_gradients()
     for logits, gradients in (fast, fused):
@@ -384,12 +388,6 @@ def train(folder: Path, out: str, *more: str) -> dict:
     return json.loads((folder / out / "curve.json").read_text())
 
 
-def ticking(patch: pytest.MonkeyPatch) -> None:
-    """Training's clock goes on by a second whenever it is read."""
-    ticks = iter(range(10**6))
-    patch.setattr(train_target, "time", type("Clock", (), {"time": staticmethod(lambda: next(ticks))}))
-
-
 def test_a_second_call_gives_the_answers_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "LOOK", 64)
     model = chat_model(tmp_path / "chat")
@@ -447,11 +445,12 @@ def test_the_tokenizer_is_of_the_embedded_targets_kind(made: Path) -> None:
     assert (made_files / "chat_template.jinja").read_text() == (embedded / "chat_template.jinja").read_text()
 
 
-def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(
+    made: Path, ticking: Callable[[ModuleType], AbstractContextManager[None]]
+) -> None:
     whole = train(made, "whole", "--steps", "12")
     assert whole["step"] == 12
-    with monkeypatch.context() as patch:
-        ticking(patch)
+    with ticking(train_target):
         stopped = train(made, "stopped", "--steps", "12", "--seconds", "14")
     assert 0 < stopped["step"] < 12
     assert train(made, "stopped", "--steps", "12")["step"] == 12
@@ -460,10 +459,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(made: Path, m
         assert torch.equal(weight, two[name]), name
 
 
-def test_without_steps_a_run_takes_what_fits_into_its_seconds(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_steps_a_run_takes_what_fits_into_its_seconds(
+    made: Path, monkeypatch: pytest.MonkeyPatch, ticking: Callable[[ModuleType], AbstractContextManager[None]]
+) -> None:
     monkeypatch.setattr(train_target, "MEASURED", (2, 4))
-    ticking(monkeypatch)
-    curve = train(made, "timed", "--seconds", "60")
+    with ticking(train_target):
+        curve = train(made, "timed", "--seconds", "60")
     assert curve["step"] > 4
     assert 0.8 * curve["steps"] <= curve["step"] <= curve["steps"]
 

@@ -6,12 +6,9 @@ Taps, slot 0, positions and masks come from the drafter's settings. The tests ho
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from batches import Batches
-from torch import nn
 from torch.nn import functional as F
 
 from ddlab.drafter import Drafter
@@ -36,7 +33,7 @@ class KeptPasses:
         start = np.cumsum(length) - length
         self.start = torch.from_numpy(start).to(pair.device)
         like = {"dtype": pair.dtype, "device": pair.device}
-        size = int(length.sum()) + batches.longest  # a width of zeros behind the last text
+        size = self._positions(batches)
         self.features = torch.zeros(size, len(taps) * hidden, **like)
         self.last = torch.zeros(size, hidden, **like)
         order, per = np.argsort(length, kind="stable"), max(1, tokens // batches.longest)
@@ -53,8 +50,12 @@ class KeptPasses:
     @staticmethod
     def size(pair: Pair, batches: Batches, taps: tuple[int, ...]) -> int:
         """Bytes."""
-        tokens = int(batches.corpus.lengths.sum()) + len(batches.corpus) * len(batches.prefix) + batches.longest
-        return tokens * (len(taps) + 1) * pair.embed.shape[1] * pair.dtype.itemsize
+        return KeptPasses._positions(batches) * (len(taps) + 1) * pair.embed.shape[1] * pair.dtype.itemsize
+
+    @staticmethod
+    def _positions(batches: Batches) -> int:
+        """All texts, and a width of zeros behind the last."""
+        return int(batches.corpus.lengths.sum()) + len(batches.corpus) * len(batches.prefix) + batches.longest
 
     def __call__(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As `target_pass` of the texts `rows` cut at `width`; behind a text's end, what the next one has."""
@@ -129,14 +130,3 @@ def block_hidden(
     )
     hidden = out.last_hidden_state.view(batch, blocks, s.block_size, -1)
     return hidden[:, :, s.block_size - s.depth :]
-
-
-def fuse_norms(model: nn.Module) -> None:
-    """RMSNorm as one kernel in the input's dtype; the classes of Transformers spell it in five."""
-
-    def forward(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), norm.weight.to(x.dtype), norm.variance_epsilon).to(x.dtype)
-
-    for module in model.modules():
-        if type(module).__name__ in ("LlamaRMSNorm", "MuseGlimmerAssistantRMSNorm"):
-            module.forward = forward.__get__(module)

@@ -1,4 +1,4 @@
-"""A Qwen3.5 hybrid made fast to train in plain PyTorch: gated delta rule in chunks, convolution, norms.
+"""A Qwen3.5 hybrid made fast to train in plain PyTorch: gated delta rule in chunks, convolution.
 
 flash-linear-attention 0.6 refuses the backward of the gated rule on Hopper GPUs, and Transformers' own form solves its
 triangular systems one by one. Here a chunk's system is inverted by products of blocks, whose backward are two more.
@@ -176,19 +176,3 @@ def fast_forms(model: nn.Module, compiled: bool = False) -> Iterator[None]:
         teach_tree_rows(linear)
     with delta_form(form):
         yield
-
-
-def fuse_norms(model: nn.Module) -> None:
-    """The norms of Qwen3.5 as one kernel each, in this model alone; the classes of Transformers spell them in five."""
-
-    def plain(norm: Any, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), 1 + norm.weight.float(), norm.eps).to(x.dtype)
-
-    def gated(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), (x.shape[-1],), norm.weight.float(), norm.variance_epsilon)
-        return (normed * F.silu(gate.float())).to(x.dtype)
-
-    forwards = {"Qwen3_5RMSNorm": plain, "Qwen3_5RMSNormGated": gated}
-    for module in model.modules():
-        if (forward := forwards.get(type(module).__name__)) is not None:
-            module.forward = forward.__get__(module)

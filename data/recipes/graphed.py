@@ -1,4 +1,4 @@
-"""Loss and gradients of a training step, captured as a CUDA graph on a GPU: small layers are slow to launch."""
+"""CUDA graphs, because small layers are slow to launch: of any work, and of a training step's loss and gradients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+
+def captured(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of what run launches, and what it gave: buffers that every replay fills. run is called three times."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what is done once: kernels that are compiled, workspaces
+        for _ in range(2):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        given = run()
+    return graph, given
 
 
 class _Capture(NamedTuple):
@@ -52,14 +66,6 @@ class LossAndGradients:
 
     def _capture(self, *inputs: Tensor) -> _Capture:
         static = tuple(x.clone() for x in inputs)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # what is done once: kernels that are compiled, workspaces
-            for _ in range(2):
-                self._compute(*static)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            outputs, gradients = self._compute(*static)
+        graph, (outputs, gradients) = captured(lambda: self._compute(*static), self.pool)
         self.pool = self.pool or graph.pool()
         return _Capture(graph, static, outputs, gradients)

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from corpus import Corpus
 from decoders import StaticDecoder
-from fast_hybrid import fast_forms, fuse_norms
+from fast_hybrid import fast_forms
 from loops import loops, repeated_tokens
+from norms import fuse_norms
 from sample_answers import distinct
 from sampler import Job, Sampler
 from target_training import Trainer, rates_of, save_target, step

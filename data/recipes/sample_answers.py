@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from blocks import fuse_norms as fuse_llama_norms
 from corpus import Corpus
 from decoders import StaticDecoder
-from fast_hybrid import fuse_norms
+from norms import fuse_norms
 from sampler import Job, Sampler
 
 TEMPERATURE = 0.8
@@ -54,7 +53,6 @@ def main(argv: list[str] | None = None) -> None:
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).to(device).eval()
     if device.type == "cuda":
         fuse_norms(model)
-        fuse_llama_norms(model)
     corpus = Corpus.load(args.data / "train.npz")
     longest = int(np.quantile(corpus.plen, 0.98))
     rng = np.random.default_rng(args.seed)

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from blocks import fuse_norms
 from corpus import KINDS
 from decoders import StaticDecoder
+from norms import fuse_norms
 from questions import key, templated, usable
 from sampler import Job, Sampler
 

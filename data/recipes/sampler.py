@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from decoders import StaticDecoder
+from graphed import captured
 
 LOOK = 32  # steps between two looks at the clock and at what is left
 
@@ -115,15 +116,7 @@ class Sampler:
         """`_step` as a launch of one CUDA graph; what the trial steps changed is put back."""
         changed = (self.job, self.place, self.token, self.taken, self.length)
         before = [x.clone() for x in changed]
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
+        graph, _ = captured(self._step)
         for x, value in zip(changed, before, strict=True):
             x.copy_(value)
         return graph.replay

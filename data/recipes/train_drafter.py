@@ -24,20 +24,21 @@ from typing import Any
 import numpy as np
 import torch
 from batches import Batches, system_turn
-from blocks import KeptPasses, block_hidden, fuse_norms, target_pass
+from blocks import KeptPasses, block_hidden, target_pass
 from configs import fresh_state, pair_config, zlab_state
 from corpus import Corpus
 from fast_hybrid import fast_forms
-from fast_hybrid import fuse_norms as fuse_hybrid_norms
 from graphed import LossAndGradients
 from losses import Distill, check_fused
+from norms import fuse_norms
 from safetensors.torch import load_file, save_file
-from target_training import rates_of, step
+from target_training import rates_of, schedule, step
 
 from ddlab.checkpoint import rename
 from ddlab.drafter import Drafter
 from ddlab.pair import Pair, load_pair
 
+WARM_UP = 100  # steps
 KEPT_SHARE = 0.8  # of the free memory that the target's passes over the corpus may take
 
 
@@ -114,12 +115,6 @@ def optimizers(model: torch.nn.Module, rate: float, kind: str) -> list[torch.opt
     return [muon, torch.optim.AdamW(gains, weight_decay=0.0, **adam)]
 
 
-def schedule(step: int, steps: int) -> float:
-    """Factor of the learning rate: 100 steps up, level, then the last 60 % of the run down to 2 % along a cosine."""
-    down = min(1.0, max(0.0, (step / steps - 0.4) / 0.6))
-    return min(1.0, (step + 1) / 100) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * down)))
-
-
 def save_drafter(drafter: Drafter, config: dict[str, Any], folder: Path) -> None:
     state = {k: v.detach().to("cpu", torch.bfloat16) for k, v in drafter.model.state_dict().items()}
     save_file(zlab_state(state), folder / "model.safetensors", metadata={"format": "pt"})
@@ -158,7 +153,6 @@ def main(argv: list[str] | None = None) -> None:
     drafter.model.requires_grad_(True)
     if device.type == "cuda":
         fuse_norms(pair.target)
-        fuse_hybrid_norms(pair.target)
         fuse_norms(drafter.model)
     difference = check_fused(pair.target.get_output_embeddings().weight)  # type: ignore[union-attr]
     trainer = Trainer(pair, drafter, fused=difference < 0.02)
@@ -208,7 +202,7 @@ def main(argv: list[str] | None = None) -> None:
         while at < args.steps and time.time() - began < args.seconds:
             batch = batches.draw(at)
             loss, entropy, _, valid = compute(*batch)
-            norm = step(drafter.model, optimizer, rates, schedule(at, args.steps))
+            norm = step(drafter.model, optimizer, rates, schedule(at, args.steps, WARM_UP))
             at += 1
             curve["step"] = at
             curve["blocks"] += batch.anchors.numel()

@@ -21,20 +21,16 @@ from typing import Any
 
 import torch
 from corpus import Corpus
-from fast_hybrid import fast_forms, fuse_norms
+from fast_hybrid import fast_forms
 from graphed import LossAndGradients
-from target_training import Trainer, fresh_target, optimizers, rates_of, save_target, step
+from norms import fuse_norms
+from target_training import Trainer, fresh_target, optimizers, rates_of, save_target, schedule, step
 from text_batches import HeldOut, TextBatches
 from torch.nn import functional as F
 
 CONFIG = Path(__file__).resolve().parent.parent / "tiny-hybrid" / "target" / "config.json"
+WARM_UP = 200  # steps
 MEASURED = (100, 200)  # steps between which the time of a step is taken: by then every width has been captured
-
-
-def schedule(at: int, steps: int | None) -> float:
-    """Factor of the learning rate: 200 steps up, level, then the last 60 % of the run down to 2 % along a cosine."""
-    down = 0.0 if steps is None else min(1.0, max(0.0, (at / steps - 0.4) / 0.6))
-    return min(1.0, (at + 1) / 200) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * down)))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -108,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
                 empty = args.tokens // ids.shape[1] - len(ids)
                 ids, length = F.pad(ids, (0, 0, 0, empty)), F.pad(length, (0, empty))
             (loss,) = compute(ids, length)
-            norm = step(model, optimizer, rates, schedule(at, curve["steps"]))
+            norm = step(model, optimizer, rates, schedule(at, curve["steps"], WARM_UP))
             at += 1
             curve["step"] = at
             curve["tokens"] += int(batches.corpus.lengths[batches.rows].sum())
