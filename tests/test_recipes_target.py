@@ -486,34 +486,37 @@ def test_a_target_learns_a_corpus(tmp_path: Path) -> None:
     assert bits[-1] < 0.9 * bits[0]
 
 
-def test_unlikelihood_lowers_what_is_marked_and_reads_nothing_else() -> None:
+def test_grading_raises_the_good_and_lowers_the_bad_tokens_and_nothing_else_counts() -> None:
     model = fresh_target("hybrid").requires_grad_()
     trainer = target_training.Trainer(model)
     ids = torch.randint(4, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
-    seen = torch.zeros(ids.shape, dtype=torch.bool)
-    seen[0, 5:9] = True
-    loss = trainer.unlikelihood(ids, seen)
-    p = (-trainer.losses(ids, torch.tensor([20, 20]))).exp()
-    torch.testing.assert_close(loss, -torch.log1p(-p[seen[:, 1:]]).mean())
+    good, bad = torch.zeros(2, *ids.shape, dtype=torch.bool)
+    bad[0, 5:9], good[1, 3:12] = True, True
+    loss = trainer.graded(ids, good, bad, (0.5, 0.2))
+    p = (-trainer.losses(ids)).exp()
+    likely, unlikely = -p[good[:, 1:]].log().mean(), -torch.log1p(-p[bad[:, 1:]]).mean()
+    torch.testing.assert_close(loss, 0.5 * likely + 0.2 * unlikely)
+    assert trainer.graded(ids, good & bad, good & bad, (0.5, 0.2)) == 0
     optimizer = target_training.optimizers(model, 1e-2)
     for _ in range(3):
-        trainer.unlikelihood(ids, seen).backward()
+        trainer.graded(ids, good, bad, (0.5, 0.2)).backward()
         target_training.step(model, optimizer, target_training.rates_of(optimizer), 1.0)
-    after = (-trainer.losses(ids, torch.tensor([20, 20]))).exp()
-    assert after[seen[:, 1:]].sum() < 0.5 * p[seen[:, 1:]].sum()
+    after = (-trainer.losses(ids)).exp()
+    assert after[bad[:, 1:]].sum() < 0.5 * p[bad[:, 1:]].sum()
+    assert after[good[:, 1:]].sum() > 2 * p[good[:, 1:]].sum()
 
 
-def test_only_answers_that_loop_are_marked_and_only_where_they_repeat(made: Path) -> None:
+def test_answers_that_loop_are_bad_where_they_repeat_and_the_others_good(made: Path) -> None:
     from transformers import AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(made / "data")
     ask, plain = words("user\nWho?")["input_ids"], words("Nobody knows who came.")["input_ids"]
     round_and_round = words("It was late and dark. ")["input_ids"] * 12
     answers = [np.array(ask + answer) for answer in (plain, round_and_round)]
-    looping, tokens = reduce_loops.marked(answers, [len(ask)] * 2, words)
-    assert looping == [1]
-    assert np.array_equal(tokens[0][len(ask) :], loops.repeated_tokens(np.array(round_and_round)))
-    assert not tokens[0][: len(ask)].any()
+    good, bad = reduce_loops.graded(answers, [len(ask)] * 2, words)
+    assert not good[0][: len(ask)].any() and good[0][len(ask) :].all() and not bad[0].any()
+    assert not good[1].any() and not bad[1][: len(ask)].any()
+    assert np.array_equal(bad[1][len(ask) :], loops.repeated_tokens(np.array(round_and_round)))
 
 
 def test_a_target_is_trained_on_its_own_loops(made: Path) -> None:
@@ -525,7 +528,7 @@ def test_a_target_is_trained_on_its_own_loops(made: Path) -> None:
     report = json.loads((made / "second" / "loops.json").read_text())
     assert report["before"]["all"]["bits_per_byte"] == trained["held_out"]["all"]["bits_per_byte"]
     assert [found["answers"] for found in report["rounds"]] == [8, 8]
-    assert any(found["looping"] and found["unlikelihood"] > 0 for found in report["rounds"])
+    assert any(found["looping"] and found["own"] > 0 for found in report["rounds"])
     assert load_pair(made / "second").dtype == torch.bfloat16
 
 
@@ -554,3 +557,13 @@ def test_a_trained_target_answers_and_is_evaluated(made: Path) -> None:
     trained = json.loads((made / "target" / "curve.json").read_text())["held_out"]
     assert found["held_out"]["all"]["bits_per_byte"] == pytest.approx(trained["all"]["bits_per_byte"], rel=1e-3)
     assert found["looping"]["all"]["texts"] == len(lines) == len(found["texts"])
+    sure, grams = [], []
+    for prompt in (json.loads(line)["prompt"] for line in lines):
+        ids = list(pair.encode(prompt).ids)
+        answer = plain_greedy(pair.target, ids, 20)
+        answer = answer[: answer.index(2) + 1] if 2 in answer else answer
+        p = pair.target(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1].softmax(-1)
+        sure += p[torch.arange(len(answer)), answer].tolist()
+        grams += [tuple(answer[i : i + 8]) for i in range(len(answer) - 7)]
+    assert found["sure"] == pytest.approx(np.mean(sure), abs=1e-3)
+    assert found["distinct_8_grams"] == pytest.approx(len(set(grams)) / len(grams), abs=1e-3)

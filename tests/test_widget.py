@@ -141,7 +141,8 @@ def test_a_pruned_round_is_drafted_without_the_branch_and_marked(decoder):
 def test_a_forced_branch_is_all_that_is_drafted(decoder):
     inspector = TreeInspector(decoder)
     old = inspector.step()
-    node = int(old.tree.children(0)[1])
+    fork = next(i for i in range(len(old.tree)) if len(old.tree.children(i)) > 1)
+    node = int(old.tree.children(fork)[1])
     way = tuple(old.tree.tokens[i] for i in old.tree.path(node)[1:])
     new = inspector.force(node, 0)
     kept = {b for b in branches(old.tree) if b[: len(way)] == way[: len(b)] or way[: len(b)] == b}

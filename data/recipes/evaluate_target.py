@@ -1,10 +1,11 @@
-"""A target by itself: bits per byte of held-out answers, and how many of its greedy texts loop.
+"""A target by itself: bits per byte of held-out answers, how many of its greedy texts loop, and how sure it is of them.
 
     python evaluate_target.py --target FOLDER --data FOLDER --prompts ../prompts/prompts.jsonl --out target.json
 
 FOLDER after --data is what train_tokenizer.py wrote, with the ids of this target. Float32. A text loops where zlib
 packs it below 0.35 of its bytes, as in evaluate.py, or by the stricter rule of loops.py that the corpus was filtered
-with; both are counted.
+with; both are counted. `sure`: the mean probability that it gives its own greedy tokens. `distinct_8_grams`: different
+ones / all, over all texts together.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ import torch
 from corpus import read_prompts
 from evaluate import greedy
 from fast_hybrid import fast_forms
-from loops import RATIO, loops, zlib_ratio
+from loops import NGRAM, RATIO, loops, zlib_ratio
 from target_training import Trainer
 from text_batches import HeldOut
 
 from ddlab.pair import load_pair
+
+
+def mean_probability(trainer: Trainer, prompts: list[list[int]], answers: list[list[int]]) -> float:
+    """Of a token of the answers."""
+    found = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer], device=trainer.device)
+        found.append((-trainer.losses(ids)[0, len(prompt) - 1 :]).exp())
+    return torch.cat(found).mean().item()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,11 +52,10 @@ def main(argv: list[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     pair = load_pair(args.target, dtype="float32", device=device)
     held_out = HeldOut.read(args.data / "held_out.npz", pair.tokenizer, args.answers)
+    trainer = Trainer(pair.target, torch.float32)
     with fast_forms(pair.target):
-        report: dict[str, Any] = {
-            "target": args.target,
-            "held_out": held_out.bits_per_byte(Trainer(pair.target, torch.float32).losses, device, 4096),
-        }
+        held = held_out.bits_per_byte(trainer.losses, device, 4096)
+    report: dict[str, Any] = {"target": args.target, "held_out": held}
     prompts = read_prompts(args.prompts)
     encoded = [list(pair.encode(p["prompt"]).ids) for p in prompts]
     batches = [encoded[i : i + args.batch] for i in range(0, len(encoded), args.batch)]
@@ -60,6 +69,9 @@ def main(argv: list[str] | None = None) -> None:
         name: {"zlib": int(packed[g].sum()), "zlib or 8-grams": int(strict[g].sum()), "texts": int(g.sum())}
         for name, g in groups.items()
     }
+    grams = [tuple(a[i : i + NGRAM]) for a in answers for i in range(len(a) - NGRAM + 1)]
+    report["sure"] = round(mean_probability(trainer, encoded, answers), 3)
+    report["distinct_8_grams"] = round(len(set(grams)) / max(1, len(grams)), 3)
     report["new_tokens"] = args.new_tokens
     report["ended"] = sum(answer[-1] in pair.stop_token_ids for answer in answers)
     report["texts"] = [p | {"text": t, "loops": bool(s)} for p, t, s in zip(prompts, texts, strict, strict=True)]

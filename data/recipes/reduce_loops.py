@@ -1,9 +1,11 @@
-"""Train a target on its own greedy answers so that fewer of them loop: unlikelihood of repeated n-grams.
+"""Train a target on its own greedy answers so that fewer of them loop.
 
     python reduce_loops.py --target FOLDER --data FOLDER --out FOLDER
 
-Sequence-level unlikelihood (Welleck et al., 2020): the target answers questions of the corpus at T = 0; in answers that
-loop (`loops.loops`) the tokens of a repeated 8-gram get -log(1 - p), while batches of the corpus keep their likelihood.
+The target answers questions of the corpus at T = 0. In answers that loop (`loops.loops`) the tokens of a repeated
+8-gram get -log(1 - p), sequence-level unlikelihood (Welleck et al., 2020); the tokens of the other answers get -log p,
+as in expert iteration: unlikelihood alone leaves a target unsure of all it says. Batches of the corpus keep their
+likelihood.
 Every round has questions and answers of its own. A run is short, and begins from --target each time.
 
 In the folder that is written: a target as train_target.py writes it, and loops.json: what became of the held-out bits
@@ -32,15 +34,18 @@ from target_training import Trainer, rates_of, save_target, step
 from text_batches import STRIDE, HeldOut, TextBatches
 
 
-def marked(answers: list[np.ndarray], begins: list[int], tokenizer: Any) -> tuple[list[int], list[np.ndarray]]:
-    """Which answers loop, and which tokens [prompt + answer] of these are repeated."""
+def graded(answers: list[np.ndarray], begins: list[int], tokenizer: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Good and bad tokens of each [prompt + answer]: all of an answer that does not loop, repeats of one that does."""
     texts = tokenizer.batch_decode([ids[b:] for ids, b in zip(answers, begins, strict=True)], skip_special_tokens=True)
-    looping = [i for i, text in enumerate(texts) if loops(text, answers[i][begins[i] :])]
-    tokens = []
-    for i in looping:
-        tokens.append(np.zeros(len(answers[i]), dtype=bool))
-        tokens[-1][begins[i] :] = repeated_tokens(answers[i][begins[i] :])
-    return looping, tokens
+    good, bad = [], []
+    for text, ids, begin in zip(texts, answers, begins, strict=True):
+        place = np.arange(len(ids)) >= begin
+        looping = loops(text, ids[begin:])
+        good.append(place & (not looping))
+        bad.append(np.zeros(len(ids), dtype=bool))
+        if looping:
+            bad[-1][begin:] = repeated_tokens(ids[begin:])
+    return good, bad
 
 
 def padded(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
@@ -55,12 +60,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=math.inf)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--answers", type=int, default=2048, help="greedy answers of a round")
     parser.add_argument("--new-tokens", type=int, default=192)
     parser.add_argument("--steps", type=int, default=12, help="training steps of a round")
     parser.add_argument("--tokens", type=int, default=32768, help="ids of a batch of the corpus, and of answers")
-    parser.add_argument("--weight", type=float, default=0.15, help="of the unlikelihood against the likelihood")
+    parser.add_argument("--own", type=float, default=2.0, help="weight of its own answers' likelihood")
+    parser.add_argument("--away", type=float, default=0.15, help="weight of the unlikelihood")
     parser.add_argument("--rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     args, started = parser.parse_args(argv), time.time()
@@ -96,29 +102,28 @@ def main(argv: list[str] | None = None) -> None:
                 break
             chosen = rng.choice(len(asked), min(args.answers, len(asked)), replace=False)
             answers = list(sampler.run([Job(asked[i], args.new_tokens) for i in chosen]).items())
-            begins = [len(asked[chosen[i]]) for i, _ in answers]
-            looping, tokens = marked([ids for _, ids in answers], begins, tokenizer)
+            ids = [answer.astype(np.int64) for _, answer in answers]
+            good, bad = graded(ids, [len(asked[chosen[i]]) for i, _ in answers], tokenizer)
             values = []
             for i in range(args.steps):
                 at = turn * args.steps + i
-                some = rng.permutation(len(looping))[: max(1, args.tokens // sampler.decoder.length)]
                 loss = trainer.likelihood(*batches.draw(at))
                 loss.backward()
-                values.append([loss.item(), 0.0])
-                if len(some):
-                    ids = padded([answers[looping[j]][1].astype(np.int64) for j in some], device)
-                    away = args.weight * trainer.unlikelihood(ids, padded([tokens[j] for j in some], device))
-                    away.backward()
-                    values[-1][1] = away.item()
+                some = rng.permutation(len(ids))[: max(1, args.tokens // sampler.decoder.length)]
+                marks = (padded([x[j] for j in some], device) for x in (ids, good, bad))
+                own = trainer.graded(*marks, (args.own, args.away))
+                own.backward()
+                values.append([loss.item(), own.item()])
                 done = max((at + 1) / (args.rounds * args.steps), (time.time() - begun) / args.seconds)
                 step(model, optimizer, rates, min(1.0, (at + 1) / 20) * max(0.05, 1 - done))
-            likely, unlikely = np.mean(values, axis=0)
+            corpus_loss, own_loss = np.mean(values, axis=0)
             report["rounds"].append(
                 {
-                    "answers": len(answers),
-                    "looping": len(looping),
-                    "loss": round(float(likely), 4),
-                    "unlikelihood": round(float(unlikely), 4),
+                    "answers": len(ids),
+                    "looping": sum(not x.any() for x in good),
+                    "good_tokens": round(float(np.mean([x.sum() for x in good if x.any()] or [0.0])), 1),
+                    "loss": round(float(corpus_loss), 4),
+                    "own": round(float(own_loss), 4),
                 }
             )
             print(f"round {turn} {time.time() - begun:.0f} s", json.dumps(report["rounds"][-1]), flush=True)

@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--rows", type=int, default=8192, help="answers at a time")
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--sampled-share", type=float, default=0.2)
+    parser.add_argument("--sampled-share", type=float, default=0.1)
     parser.add_argument("--questions", type=int, help="at most so many; left out: all")
     parser.add_argument("--seed", type=int, default=0)
     args, started = parser.parse_args(argv), time.time()

@@ -63,30 +63,33 @@ class Trainer:
     def device(self) -> torch.device:
         return self.model.device
 
-    def _loss(self, ids: Tensor, weight: Tensor, unlikely: bool) -> tuple[Tensor, Tensor]:
-        """ids [b, t], weight [b, t - 1] of the tokens ids[:, 1:] -> weighted sum of their losses, losses [b, t - 1]."""
+    def _loss(self, ids: Tensor, weight: Tensor, unlikely: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """ids [b, t], weight and unlikely of ids[:, 1:], [b, t - 1] -> weighted sum of losses, losses [b, t - 1]."""
         with torch.autocast(self.device.type, self.amp, enabled=self.amp != torch.float32):
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-        flags = torch.full((weight.numel(),), unlikely, device=ids.device)
+        flags = torch.zeros_like(weight, dtype=torch.bool) if unlikely is None else unlikely
         head = self.model.get_output_embeddings().weight
-        inputs = hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten(), weight.flatten(), flags
+        inputs = hidden[:, :-1].flatten(0, 1), head, ids[:, 1:].flatten(), weight.flatten(), flags.flatten()
         total, losses = HeadLoss.apply(*inputs, self.amp, self.piece)
         return total, losses.view(weight.shape)
 
     def likelihood(self, ids: Tensor, length: Tensor) -> Tensor:
         """Mean -log p of a token."""
         weight = (torch.arange(1, ids.shape[1], device=ids.device)[None] < length[:, None]).float()
-        return self._loss(ids, weight / weight.sum(), False)[0]
+        return self._loss(ids, weight / weight.sum())[0]
 
-    def unlikelihood(self, ids: Tensor, marked: Tensor) -> Tensor:
-        """Mean -log(1 - p) of the marked tokens; bool [b, t], of which the first column does not count."""
-        weight = marked[:, 1:].float()
-        return self._loss(ids, weight / weight.sum().clamp(min=1), True)[0]
+    def graded(self, ids: Tensor, good: Tensor, bad: Tensor, weight: tuple[float, float]) -> Tensor:
+        """weight[0] * mean -log p of the good tokens + weight[1] * mean -log(1 - p) of the bad ones.
+
+        good, bad: bool [b, t], of which the first column does not count.
+        """
+        shares = [w * mark[:, 1:] / mark[:, 1:].sum().clamp(min=1) for w, mark in zip(weight, (good, bad), strict=True)]
+        return self._loss(ids, shares[0] + shares[1], bad[:, 1:])[0]
 
     @torch.no_grad()
-    def losses(self, ids: Tensor, length: Tensor) -> Tensor:
+    def losses(self, ids: Tensor) -> Tensor:
         """-log p of every token but the first, [b, t - 1]."""
-        return self._loss(ids, torch.zeros(ids[:, 1:].shape, device=ids.device), False)[1]
+        return self._loss(ids, torch.zeros(ids[:, 1:].shape, device=ids.device))[1]
 
 
 def schedule(at: int, steps: int | None, up: int) -> float:

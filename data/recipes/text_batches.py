@@ -70,7 +70,7 @@ class TextBatches:
         return [batches[i] for i in rng.permutation(len(batches))]
 
 
-Losses = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids [b, t], length -> -log p of ids[:, 1:] [b, t - 1]
+Losses = Callable[[torch.Tensor], torch.Tensor]  # ids [b, t] -> -log p of ids[:, 1:] [b, t - 1]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class HeldOut:
             place = torch.arange(1, ids.shape[1], device=device)[None]
             begin = torch.from_numpy(self.corpus.plen[rows]).to(device)[:, None]
             answer = (place >= begin) & (place < length[:, None])
-            nats[rows] = (losses(ids, length) * answer).sum(1, dtype=torch.float64).cpu().numpy()
+            nats[rows] = (losses(ids) * answer).sum(1, dtype=torch.float64).cpu().numpy()
         bits = nats / math.log(2)
         groups = {"all": np.ones(len(nats), bool), "not looping": ~self.looping}
         return {

@@ -165,11 +165,11 @@ def predict(
     rows, prefix = np.array([r.nodes + 1 for r in rounds]), np.array([r.start for r in rounds])
     emitted = np.array([len(r.emitted) for r in rounds])
     seconds = cost.seconds_of(rows, prefix, emitted, record=record) if rounds else np.zeros(0)
-    return Prediction(int(emitted.sum()), len(rounds), float(np.sum(seconds)), int(rows.sum()) - len(rounds))
+    return Prediction(int(emitted.sum()), len(rounds), math.fsum(seconds), int(rows.sum()) - len(rounds))
 
 
 def predict_plain(replay: Replay, cost: CostModel) -> Prediction:
     """The same text by plain decoding, a token a round."""
     first, last = replay.drafts.prompt_length, len(replay.drafts.text) - 1
     seconds = cost.plain_seconds(np.arange(first, last))
-    return Prediction(max(0, last - first), max(0, last - first), float(seconds.sum()), 0)
+    return Prediction(max(0, last - first), max(0, last - first), math.fsum(seconds), 0)

@@ -9,6 +9,17 @@ function between(x, xs, ys) {
     return ys[at] + ((ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])) * (x - xs[at]);
 }
 
+/** Their sum to the last digit, whatever their order (Neumaier), as Python's `math.fsum` has it. */
+export function sum(values) {
+    let [total, lost] = [0, 0];
+    for (const value of values) {
+        const next = total + value;
+        lost += Math.abs(total) >= Math.abs(value) ? total - next + value : value - next + total;
+        total = next;
+    }
+    return total + lost;
+}
+
 /** levels: seconds at each measured prefix. Below the shortest its own; beyond the longest as between the last two. */
 function along(prefixes, levels, prefix) {
     if (prefixes.length === 1) return levels[0];
@@ -35,8 +46,6 @@ export function roundSeconds(cost, rows, prefix, emitted) {
 /** Seconds of plain decoding from one position of a text to another, a token a round; null: not measured. */
 export function plainSeconds(cost, from, to) {
     if (!cost.plain) return null;
-    let seconds = 0;
-    for (let prefix = from; prefix < to; prefix++)
-        seconds += along(cost.prefixes, cost.plain, prefix) + cost.noise_seconds;
-    return seconds;
+    const rounds = Array.from({ length: Math.max(0, to - from) }, (_, i) => from + i);
+    return sum(rounds.map((prefix) => along(cost.prefixes, cost.plain, prefix) + cost.noise_seconds));
 }

@@ -1,6 +1,6 @@
 // A text under any budget, builder and depth limit: controls, what comes of them, and an inspector of those rounds.
 
-import { plainSeconds, roundSeconds } from "./cost.js";
+import { plainSeconds, roundSeconds, sum } from "./cost.js";
 import { button, el, svg } from "./dom.js";
 import { BUILDERS, replay, unpack } from "./drafts.js";
 import { Inspector } from "./inspector.js";
@@ -52,13 +52,12 @@ function asRound(data, rows, { start, nodes, deep, path, bonus, stop, gained }, 
 
 /** What rounds come to. `seconds` is predicted: null without a cost table, or where it does not reach. */
 export function count(rounds, cost) {
-    const sum = (value) => rounds.reduce((all, round) => all + value(round), 0);
     const costs = cost ? rounds.map((r) => roundSeconds(cost, r.nodes.length, r.start, r.gained)) : [null];
     return {
         rounds: rounds.length,
-        gained: sum((round) => round.gained),
-        drafted: sum((round) => round.nodes.length - 1),
-        seconds: costs.includes(null) ? null : costs.reduce((all, seconds) => all + seconds, 0),
+        gained: sum(rounds.map((round) => round.gained)),
+        drafted: sum(rounds.map((round) => round.nodes.length - 1)),
+        seconds: costs.includes(null) ? null : sum(costs),
     };
 }
 
