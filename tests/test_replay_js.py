@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -229,6 +230,12 @@ def test_seconds_are_those_of_the_cost_model(
         assert plain == pytest.approx(cost.plain_seconds(prefix + np.arange(3)).sum(), rel=1e-12)
     beyond = [[grid[0][-1] + 1, 5, 1]]
     assert drafts_module.evaluate(ask, [cost_data(cost), beyond])[0][0] is None
+
+
+@given(st.lists(st.integers(1, 10**6), max_size=300))
+def test_seconds_add_up_to_the_last_digit_as_in_python(drafts_module: Any, micro: list[int]) -> None:
+    seconds = [x / 1e6 for x in micro]  # 32 rounds of 25 ms are 0.8 s, and not a digit less
+    assert drafts_module.evaluate("(values) => drafts.sum(values)", seconds) == math.fsum(seconds)
 
 
 # ---- the panel ---------------------------------------------------------------------------------------

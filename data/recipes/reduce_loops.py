@@ -5,8 +5,7 @@
 The target answers questions of the corpus at T = 0. In answers that loop (`loops.loops`) the tokens of a repeated
 8-gram get -log(1 - p), sequence-level unlikelihood (Welleck et al., 2020); the tokens of the other answers get -log p,
 as in expert iteration: unlikelihood alone leaves a target unsure of all it says. Batches of the corpus keep their
-likelihood.
-Every round has questions and answers of its own. A run is short, and begins from --target each time.
+likelihood. Every round has questions and answers of its own. A run is short, and begins from --target each time.
 
 In the folder that is written: a target as train_target.py writes it, and loops.json: what became of the held-out bits
 per byte, and of the share of looping answers round by round.

@@ -25,7 +25,27 @@ def acceptance_view(trace: Trace) -> View:
     (note_text, note_html), steps = notes(trace), trace.steps
     means = (trace.accepted_drafts, trace.tokens_per_round)
     text = [note_text + describe(means[0]), describe(means[1]), *_lines(steps), *rates.lines(steps)]
-    return View(f"acceptance ({trace.method})", "\n".join(text), note_html + acceptance_html(trace), height=1300)
+    html = note_html + acceptance_html(trace)
+    return View(f"acceptance ({trace.method})", "\n".join(text), html, height=_height(steps))
+
+
+def _height(steps: list[Step]) -> int:
+    """The page's pixels where a cell is narrow enough to put the histogram below the columns."""
+    if not steps:
+        return 150
+    most, best = max(len(step.emitted) for step in steps), max(step.accepted for step in steps)
+    rows = max(9, min(best + 1, max(int(step.tree.depth.max()) for step in steps)))  # by depth, or by rank
+    figures = (
+        187 + most * _unit(most) + 16 * best,
+        32 * (1 + len({step.stop_reason for step in steps})),
+        381 + 18 * rows,
+    )
+    return 150 + int(sum(figures))
+
+
+def _unit(most: int) -> float:
+    """Pixels of a token, where the highest column has `most`."""
+    return min(UNIT, max(3.0, 150 / most))
 
 
 def acceptance_html(trace: Trace, run: str = "") -> str:
@@ -66,7 +86,7 @@ def _mark(step: Step) -> str:
 def _bars(steps: list[Step], run: str) -> str:
     """A column a round: accepted drafts, the target's own token on top, the stop reason as a mark below."""
     most = max(len(step.emitted) for step in steps)
-    unit = min(UNIT, max(3.0, 150 / most))
+    unit = _unit(most)
     base, edited = 16 + most * unit, any(step.edited for step in steps)
     right = LEFT + BAR * len(steps)
     out = [f'<path d="M{LEFT - 6} {base + 0.5:g}H{right}" stroke="var(--edge)"/>']

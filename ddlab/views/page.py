@@ -17,15 +17,16 @@ from ddlab.trace import Trace
 from ddlab.views import front
 
 STYLE = front.STYLE + Path(__file__).with_name("style.css").read_text("utf-8")
+NOTE, HIGHEST = 60, 1600  # pixels of a note above a view, and of the highest frame in a notebook
 
 
 @dataclass(frozen=True, repr=False)
 class View:
     """One view, rendered twice, and a third time where a script may run.
 
-    `html` is a fragment for a page with `STYLE`, `height` its likely pixels. With `run` (made by `data.run_data`) a
-    page shows `panels` of an inspector instead, with `replay` (by `replayed.replay_data`) a replay, and `html` where
-    scripts are off.
+    `html` is a fragment for a page with `STYLE`, `height` its likely pixels, the trace's notes not counted. With `run`
+    (made by `data.run_data`) a page shows `panels` of an inspector instead, with `replay` (by `replayed.replay_data`) a
+    replay, and `html` where scripts are off.
     """
 
     title: str
@@ -63,7 +64,8 @@ class View:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
         # a document inside an iframe is the form that JupyterLab, VS Code and an exported page all show
-        size = f"width:100%;height:{min(self.height, 1500)}px;border:0"
+        high = min(self.height + NOTE * self.html.count('<p class="note">'), HIGHEST)
+        size = f"width:100%;height:{high}px;border:0"
         inner, title = escape(self.document()), escape(self.title)
         frame = f'<iframe srcdoc="{inner}" sandbox="allow-scripts" title="{title}" style="{size}"></iframe>'
         return {"text/plain": self.text, "text/html": frame}

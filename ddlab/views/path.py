@@ -16,11 +16,12 @@ def path_view(trace: Trace, *, prompt: bool = True) -> View:
     shown = [piece for piece in pieces(trace) if prompt or piece.kind != "prompt"]
     run = run_data(trace)
     run["text"] = run["text"][-len(shown) :] if shown else []
+    lines = sum(1 + len(line) // 115 for line in "".join(piece.text for piece in shown).split("\n"))
     return View(
         title=f"text by round ({trace.method})",
         text=note_text + _as_text(shown),
         html=f"{note_html}{LEGEND}{text_html(trace, prompt=prompt)}",
-        height=220 + 31 * (1 + sum(len(piece.text) for piece in shown) // 120),
+        height=105 + 29 * lines,
         run=run,
         panels=("text",),
     )

@@ -34,7 +34,7 @@ def replay_view(trace: Trace, replayed: Replay, cost: CostModel | None = None) -
         title=f"other budgets ({trace.method})",
         text=text,
         html=html,
-        height=1500,
+        height=1600,
         replay=replay_data(trace, replayed, cost),
     )
 

@@ -13,7 +13,8 @@ from ddlab.views.summary import names
 def setup_view(traces: Sequence[Trace]) -> View:
     """What sets the runs apart, every different prompt in full, then all they share."""
     prompt_text, prompt_html = _prompts(traces)
-    text, html = [prompt_text], [prompt_html]
+    shown = [line for line in prompt_text.split("\n") if not line.startswith("ids: ")]  # the ids are folded
+    text, html, height = [prompt_text], [prompt_html], 262 + 22 * sum(1 + len(line) // 120 for line in shown)
     for title, parts in _sections(traces).items():
         columns = [flat(part) for part in parts]
         sources: dict[str, str] = {}  # where a convention comes from stands beside its value
@@ -29,6 +30,7 @@ def setup_view(traces: Sequence[Trace]) -> View:
             rows = [[escape(key), *(escape(column.get(key, "-")) for column in columns)] for key in apart]
             head = ["differs", *map(escape, names(traces))]
             html.append(f"<h3>{escape(title)}</h3>{table(head, rows, 'settings')}")
+            height += 75 + 34 * (1 + len(rows))
         if shared:
             said = [(key, columns[0][key], _source(key, sources)) for key in shared]
             text += [f"  {key}: {value}{f'  [{source}]' if source else ''}" for key, value, source in said]
@@ -37,7 +39,7 @@ def setup_view(traces: Sequence[Trace]) -> View:
             same = " the same in all runs" if len(traces) > 1 else ""
             summary = f"<summary>{escape(title)}<span class='soft'>{len(shared)} values{same}</span></summary>"
             html.append(f"<details>{summary}<div>{table(head, rows, 'settings')}</div></details>")
-    return View("setup", "\n".join(text), "".join(html), height=420)
+    return View("setup", "\n".join(text), "".join(html), height)
 
 
 def _sections(traces: Sequence[Trace]) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ function between(x, xs, ys) {
     return ys[at] + ((ys[at + 1] - ys[at]) / (xs[at + 1] - xs[at])) * (x - xs[at]);
 }
 
-/** Their sum to the last digit, whatever their order (Neumaier), as Python's `math.fsum` has it. */
+/** Their sum without the rounding of its steps (Neumaier): a tie in the last digit shown falls as `math.fsum` has it. */
 export function sum(values) {
     let [total, lost] = [0, 0];
     for (const value of values) {
