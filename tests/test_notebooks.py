@@ -6,6 +6,7 @@ import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -77,7 +78,7 @@ def test_a_notebook_reads_like_a_lab_note(path: Path) -> None:
 
 @each_notebook
 def test_a_notebook_runs_in_time_and_its_page_shows_every_output_offline(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
     for name, value in ({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | quiet).items():
@@ -96,10 +97,25 @@ def test_a_notebook_runs_in_time_and_its_page_shows_every_output_offline(
     assert views
 
     exporter = HTMLExporter(template_name="offline_html", extra_template_basedirs=[str(FOLDER)])
-    page = Page(exporter.from_notebook_node(notebook)[0])
+    source = exporter.from_notebook_node(notebook)[0]
+    page = Page(source)
     assert page.frames == views
     assert not page.fetched
     assert not [fetched for view in views for fetched in Page(view).fetched]
+    assert not cut_off(source, request.getfixturevalue("browser"))
+
+
+def cut_off(source: str, browser: Any) -> list[str]:
+    """Titles of the views that are higher than their frames, in a window of an ordinary width."""
+    page = browser.new_page(viewport={"width": 1180, "height": 900})
+    page.set_content(source)
+    frames = page.frames[1:]
+    for frame in frames:
+        frame.wait_for_load_state()
+    tall = "document.documentElement.scrollHeight > innerHeight ? document.title : null"
+    found = [title for frame in frames if (title := frame.evaluate(tall))]
+    page.close()
+    return found
 
 
 def test_make_notebooks_exports_with_the_template_that_needs_no_network() -> None:
