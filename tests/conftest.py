@@ -34,6 +34,23 @@ def browser():
 
 
 @pytest.fixture
+def cut_off(browser):
+    """cut_off(html, width): titles of the views in that page that are higher than their frames."""
+
+    def cut_off(html, width):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.set_content(html)
+        for frame in page.frames[1:]:
+            frame.wait_for_load_state()
+        tall = "document.documentElement.scrollHeight > innerHeight ? document.title : null"
+        found = [title for frame in page.frames[1:] if (title := frame.evaluate(tall))]
+        page.close()
+        return found
+
+    return cut_off
+
+
+@pytest.fixture
 def ticking(monkeypatch):
     """ticking(module): in this block the module's clock goes on by a second whenever it is read."""
 

@@ -6,7 +6,6 @@ import re
 import time
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -102,20 +101,7 @@ def test_a_notebook_runs_in_time_and_its_page_shows_every_output_offline(
     assert page.frames == views
     assert not page.fetched
     assert not [fetched for view in views for fetched in Page(view).fetched]
-    assert not cut_off(source, request.getfixturevalue("browser"))
-
-
-def cut_off(source: str, browser: Any) -> list[str]:
-    """Titles of the views that are higher than their frames, in a window of an ordinary width."""
-    page = browser.new_page(viewport={"width": 1180, "height": 900})
-    page.set_content(source)
-    frames = page.frames[1:]
-    for frame in frames:
-        frame.wait_for_load_state()
-    tall = "document.documentElement.scrollHeight > innerHeight ? document.title : null"
-    found = [title for frame in frames if (title := frame.evaluate(tall))]
-    page.close()
-    return found
+    assert not request.getfixturevalue("cut_off")(source, 1180)
 
 
 def test_make_notebooks_exports_with_the_template_that_needs_no_network() -> None:

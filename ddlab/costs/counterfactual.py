@@ -5,6 +5,7 @@ Rounds are replayed (`ddlab.replay`), their seconds come from a `CostModel`; not
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -95,26 +96,26 @@ def ways_of(replay: Replay, cost: CostModel, budgets: Sequence[int]) -> tuple[Wa
     drafts, ways, ends = replay.drafts, Ways(), {}
     if cost.plain is not None:
         roots = np.arange(drafts.prompt_length, len(drafts.text) - 1)
-        ways["ar", None] = Way(len(roots), len(roots), 0, float(cost.plain_seconds(roots).sum()))
+        ways["ar", None] = Way(len(roots), len(roots), 0, math.fsum(cost.plain_seconds(roots)))
     if drafts.ids.shape[1] < cost.rows[-1]:
         tokens, nodes, seconds, _ = _costs(replay.run(None, "chain"), cost)
-        ways["chain", None] = Way(tokens, len(seconds), nodes, float(seconds.sum()))
+        ways["chain", None] = Way(tokens, len(seconds), nodes, math.fsum(seconds))
     for budget in budgets:
         rounds = replay.run(budget)
         tokens, nodes, seconds, saved = _costs(rounds, cost)
         names = [end_of(drafts, taken, budget) for taken in rounds]
         ends[budget] = Counter(names)
-        ways["tree", budget] = Way(tokens, len(rounds), nodes, float(seconds.sum()))
+        ways["tree", budget] = Way(tokens, len(rounds), nodes, math.fsum(seconds))
         ranked = np.array(perfectly_ranked(drafts, budget), int).reshape(-1, 2)
         size = max((r.nodes for r in rounds), default=0)
-        taken = float(np.sum(cost.seconds_of(size + 1, ranked[:, 0], ranked[:, 1])))
+        taken = math.fsum(cost.seconds_of(size + 1, ranked[:, 0], ranked[:, 1]))
         real = {(r.start, len(r.emitted)) for r in rounds}
         changed = sum((int(start), int(n)) not in real for start, n in ranked)
         ways["perfect_ranking", budget] = Way(int(ranked[:, 1].sum()), len(ranked), len(ranked) * size, taken, changed)
         own = np.array([True] + [name != "full_depth" for name in names[:-1]])[: len(rounds)]  # not merged into another
-        ways["longer_block", budget] = Way(tokens, int(own.sum()), nodes, float(seconds[own].sum()), int((~own).sum()))
+        ways["longer_block", budget] = Way(tokens, int(own.sum()), nodes, math.fsum(seconds[own]), int((~own).sum()))
         for name, saving in saved.items():
-            ways[name, budget] = Way(tokens, len(rounds), nodes, float((seconds - saving).sum()))
+            ways[name, budget] = Way(tokens, len(rounds), nodes, math.fsum(seconds - saving))
     return ways, ends
 
 

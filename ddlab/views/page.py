@@ -94,6 +94,11 @@ def notes(trace: Trace) -> tuple[str, str]:
     return text, "".join(f'<p class="note"><b>!</b> {escape(said)}</p>' for said in trace.warnings)
 
 
+def lines_of(text: str) -> int:
+    """How many lines a text takes in a notebook's cell, where long ones are wrapped."""
+    return sum(1 + len(line) // 115 for line in text.split("\n"))
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]], name: str = "") -> str:
     """An HTML table; cells are HTML already, the first of a row is its header."""
     body = "".join(

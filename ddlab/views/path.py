@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddlab.trace import Trace
 from ddlab.views.data import run_data
-from ddlab.views.page import View, escape, notes
+from ddlab.views.page import View, escape, lines_of, notes
 from ddlab.views.pieces import Piece, pieces, readable
 
 TINTS = 4  # background tints that rounds take in turn
@@ -16,12 +16,11 @@ def path_view(trace: Trace, *, prompt: bool = True) -> View:
     shown = [piece for piece in pieces(trace) if prompt or piece.kind != "prompt"]
     run = run_data(trace)
     run["text"] = run["text"][-len(shown) :] if shown else []
-    lines = sum(1 + len(line) // 115 for line in "".join(piece.text for piece in shown).split("\n"))
     return View(
         title=f"text by round ({trace.method})",
         text=note_text + _as_text(shown),
         html=f"{note_html}{LEGEND}{text_html(trace, prompt=prompt)}",
-        height=105 + 29 * lines,
+        height=105 + 29 * lines_of("".join(piece.text for piece in shown)),
         run=run,
         panels=("text",),
     )

@@ -12,7 +12,7 @@ import numpy as np
 from ddlab.costs.model import CostModel, predict
 from ddlab.trace import ENOUGH_ROUNDS, Trace
 from ddlab.views.data import TokenTable, layers
-from ddlab.views.page import View, columns, escape, notes, table
+from ddlab.views.page import HIGHEST, View, columns, escape, notes, table
 from ddlab.views.pieces import pieces, readable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def replay_view(trace: Trace, replayed: Replay, cost: CostModel | None = None) -
         title=f"other budgets ({trace.method})",
         text=text,
         html=html,
-        height=1600,
+        height=HIGHEST,
         replay=replay_data(trace, replayed, cost),
     )
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddlab.trace import Trace
-from ddlab.views.page import View, escape, table
+from ddlab.views.page import View, escape, lines_of, table
 from ddlab.views.summary import names
 
 
 def setup_view(traces: Sequence[Trace]) -> View:
     """What sets the runs apart, every different prompt in full, then all they share."""
     prompt_text, prompt_html = _prompts(traces)
-    shown = [line for line in prompt_text.split("\n") if not line.startswith("ids: ")]  # the ids are folded
-    text, html, height = [prompt_text], [prompt_html], 262 + 22 * sum(1 + len(line) // 120 for line in shown)
+    shown = "\n".join(line for line in prompt_text.split("\n") if not line.startswith("ids: "))  # the ids are folded
+    text, html, height = [prompt_text], [prompt_html], 262 + 22 * lines_of(shown)
     for title, parts in _sections(traces).items():
         columns = [flat(part) for part in parts]
         sources: dict[str, str] = {}  # where a convention comes from stands beside its value

@@ -46,6 +46,6 @@ export function roundSeconds(cost, rows, prefix, emitted) {
 /** Seconds of plain decoding from one position of a text to another, a token a round; null: not measured. */
 export function plainSeconds(cost, from, to) {
     if (!cost.plain) return null;
-    const rounds = Array.from({ length: Math.max(0, to - from) }, (_, i) => from + i);
-    return sum(rounds.map((prefix) => along(cost.prefixes, cost.plain, prefix) + cost.noise_seconds));
+    const round = (_, i) => along(cost.prefixes, cost.plain, from + i) + cost.noise_seconds;
+    return sum(Array.from({ length: Math.max(0, to - from) }, round));
 }
